@@ -1,9 +1,10 @@
-"""Names of a package that are resolved when they are first used (PEP 562)."""
+"""Names of a package (PEP 562), and functions, whose modules are imported when used."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from typing import Any
 
 
 def resolver(homes: Mapping[str, str]) -> tuple[Callable[[str], object], list[str]]:
@@ -17,3 +18,12 @@ def resolver(homes: Mapping[str, str]) -> tuple[Callable[[str], object], list[st
         return getattr(import_module(f"composable_fsdp.{home_of[name]}"), name)
 
     return resolve, sorted(home_of)
+
+
+def later(home: str, name: str) -> Callable[..., Any]:
+    """Return a function that calls ``name`` of the module ``home``, imported then."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module(home), name)(*args, **kwargs)
+
+    return call

@@ -44,21 +44,23 @@ class Residency(Enum):
 
     ::
 
-                    allocate_full             use_full
-        SHARDED ------------------> GATHERING -------> UNSHARDED
-         ^ ^ ^ ^                     |     |             |   ^
-         | | | '------free_full------'     |  use_sharded|   |use_full
-         | | |                             |             v   |
-         | | '--free_full, drop_full-------|------------- HIDDEN
-         | |                               |                |
-         | |                               |defer_free      |defer_free      on CUDA
-         | '----------free_full----- FREE_PENDING <---------'
-         |                                 '-----gather_again-----> GATHERING
-         '--use_sharded-- COPIES_SHOWN <--show_copies-- SHARDED
+        state           function                to
+        SHARDED         allocate_full           GATHERING
+                        hold_full               HIDDEN, if full parameters are shards
+                        show_copies             COPIES_SHOWN
+        GATHERING       use_full                UNSHARDED
+                        free_full               SHARDED
+                        defer_free (CUDA)       FREE_PENDING
+        UNSHARDED       use_sharded             HIDDEN
+        HIDDEN          use_full                UNSHARDED
+                        free_full, drop_full    SHARDED
+                        defer_free (CUDA)       FREE_PENDING
+        FREE_PENDING    free_full               SHARDED
+                        gather_again            GATHERING
+        COPIES_SHOWN    use_sharded             SHARDED
 
     The functions are those of ``flat.residency``. A unit whose full parameters are its
-    shards (a single rank, NO_SHARD) needs no all-gather and goes from SHARDED to HIDDEN
-    by ``hold_full``.
+    shards (a single rank, NO_SHARD) needs no all-gather.
     """
 
     SHARDED = "sharded"

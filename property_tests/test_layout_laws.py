@@ -18,12 +18,15 @@ from composable_fsdp.planning.layout import (
     ParameterSlot,
     ParameterSpec,
     RegionLayout,
-    plan_regions,
     row_block,
     sharded_shape,
 )
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.partition import EXACT_CLASSES, SHARD_ALIGNMENT
+from composable_fsdp.planning.partition import (
+    EXACT_CLASSES,
+    SHARD_ALIGNMENT,
+    plan_regions,
+)
 from composable_fsdp.planning.split import split_region
 from tests.support.strategies import shapes, world_sizes
 
@@ -93,14 +96,15 @@ def lawful(regions: Layouts, specs: list[ParameterSpec], world_size: int) -> Non
             spec = asked[slot.fqn]
             assert (spec.dtype, spec.trainable) == (region.dtype, region.trainable)
             held.update(elements(region, slot, spec, world_size))
-        gaps = [i for start, stop in region.gaps() for i in range(start, stop)]
-        assert set(held.values()) <= {1}
-        assert sorted([*held, *gaps]) == list(range(region.padded_numel))
         sizes, parameters, others = region.cuts
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        gaps = [starts[i] + n for i in others for n in range(sizes[i])]
+        assert set(held.values()) <= {1}
+        assert sorted([*held, *gaps]) == list(range(region.padded_numel))
         assert sum(sizes) == region.padded_numel
-        assert sorted([*parameters, *others]) == list(range(len(sizes)))
-        assert [(starts[i], sizes[i]) for i in parameters] == [
+        pieces = [i for i, _ in parameters]
+        assert sorted([*pieces, *others]) == list(range(len(sizes)))
+        assert [(starts[i], sizes[i]) for i in pieces] == [
             (slot.offset, slot.numel) for slot in region.parameters
         ]
 

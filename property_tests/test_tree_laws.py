@@ -63,11 +63,14 @@ def test_modules_lead_to_their_unit_and_names_to_their_leaf(
         assert id(state.module) in nearest[id(module)]
     for state in _get_fsdp_states(model):
         handle = state.handle
-        leaves = dict(zip(handle._fqns, handle.leaves, strict=True))
-        assert tuple(info.fqn for info in handle._param_infos) == handle._fqns
-        for info in (*handle._param_infos, *handle._shared_param_infos):
-            assert state.module.get_parameter(info.fqn) is leaves[info.primary]
-            assert info.module._parameters[info.name] is leaves[info.primary]
+        layout = handle.layout
+        slots = [s.index for r in layout.regions for s in r.layout.parameters]
+        leaves = dict(zip(slots, handle.leaves, strict=True))
+        assert {place.fqn for place in layout.places} >= set(handle._fqns)
+        for place, owner in zip(layout.places, layout.owners, strict=True):
+            leaf = leaves[place.slot_index]
+            assert state.module.get_parameter(place.fqn) is leaf
+            assert owner._parameters[place.name] is leaf
 
 
 @pytest.mark.req("S1-30")

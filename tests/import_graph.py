@@ -139,12 +139,12 @@ def _absolute(module: Module, node: ast.ImportFrom) -> str:
 
 
 def _imported_by_call(node: ast.Call) -> str | None:
-    """Name in ``import_module("name")`` or ``__import__("name")``."""
+    """Name in ``import_module("name")``, ``__import__("name")``, ``later("name")``."""
     called = node.func
     name = called.attr if isinstance(called, ast.Attribute) else ""
     if isinstance(called, ast.Name):
         name = called.id
-    if name not in {"import_module", "__import__"} or not node.args:
+    if name not in {"import_module", "__import__", "later"} or not node.args:
         return None
     first = node.args[0]
     if isinstance(first, ast.Constant) and isinstance(first.value, str):

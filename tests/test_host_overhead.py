@@ -29,10 +29,10 @@ CALLS_PER_PARAMETER_STEP = -7
 OPS_PER_PARAMETER = 0.5
 # Set-up, per unit: calls of ``fully_shard``, and of the first forward and backward
 # beyond those of a later step.
-CALLS_SHARD = 800
+CALLS_SHARD = 575
 # The first step hooks the AccumulateGrad node of each sharded parameter, and audits
-# the calls behind the first forward: about 150 calls of 498.
-CALLS_FIRST = 498
+# the calls behind the first forward: about 150 calls of 464.
+CALLS_FIRST = 466
 
 HELP = (
     "{what}: {got:.2f}, but at most {most}. Each counts in every step of every unit. "

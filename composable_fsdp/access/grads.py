@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from composable_fsdp.access.block import block
-from composable_fsdp.access.norms import Norm, as_number, as_order, norm_of
+from composable_fsdp.access.norms import as_number, as_order, norm_of
 from composable_fsdp.access.settings import set_reshard, units_of
-
-NAME_NONFINITE: list[Callable[[Norm], str]] = []
-"""Returns in words which gradients make a norm NaN or inf (``features.nonfinite``)."""
+from composable_fsdp.tree.moments import NAME_NONFINITE
 
 
 @block

@@ -23,8 +23,7 @@ from composable_fsdp.runtime.recover import is_live, recover
 from composable_fsdp.runtime.threads import require_no_other_backward
 from composable_fsdp.tree import moments
 from composable_fsdp.tree import root as roots
-from composable_fsdp.tree.meeting import compare_models, meet_over
-from composable_fsdp.tree.root import ensure_root
+from composable_fsdp.tree.root import compare_models, ensure_root, meet_over
 from composable_fsdp.tree.state import (
     RuntimeContext,
     _FSDPState,

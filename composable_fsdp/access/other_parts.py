@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from composable_fsdp.errors import CheckpointError, CompositionError, PlanError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.param_paths import slot_path
+from composable_fsdp.flat.param_ref import slot_path
 from composable_fsdp.naming import quoted, ranks_text
 
 Route = tuple[dist.ProcessGroup, ...]

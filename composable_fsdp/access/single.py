@@ -22,7 +22,7 @@ from composable_fsdp.flat.param_form import mesh_groups
 from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
 from composable_fsdp.naming import quoted, strip_wrapper
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
-from composable_fsdp.tree.meeting import compare_models, meet_over
+from composable_fsdp.tree.root import compare_models, meet_over
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
 

@@ -26,8 +26,7 @@ from composable_fsdp.planning import walk
 from composable_fsdp.runtime.offload import synchronize_copy_stream
 from composable_fsdp.runtime.recover import require_idle
 from composable_fsdp.runtime.unshard import free_oldest
-from composable_fsdp.tree.meeting import compare_models, meet_over
-from composable_fsdp.tree.root import ensure_root, outermost
+from composable_fsdp.tree.root import compare_models, ensure_root, meet_over, outermost
 from composable_fsdp.tree.state import Summon, _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
 

@@ -24,10 +24,9 @@ from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradien
 from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.memory import is_at
-from composable_fsdp.flat.param_paths import place_path, slot_path
+from composable_fsdp.flat.param_ref import place_path, slot_path
 from composable_fsdp.flat.region import FlatParameter
-from composable_fsdp.flat.residency import version_of
-from composable_fsdp.flat.step_counts import written
+from composable_fsdp.flat.residency import version_of, written
 from composable_fsdp.flat.value_hash import hash_values
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase, illegal_move

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
-from composable_fsdp.comm.groups import GroupRef
-from composable_fsdp.comm.nodes import PEERLESS, group_timeout
+from composable_fsdp.comm.groups import PEERLESS, GroupRef
+from composable_fsdp.comm.nodes import group_timeout
 from composable_fsdp.comm.store_names import AgreedName, default_store, pauses
 from composable_fsdp.errors import CompositionError
 

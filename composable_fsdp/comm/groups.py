@@ -6,10 +6,15 @@ import weakref
 
 import torch.distributed as dist
 
-from composable_fsdp.comm.nodes import PEERLESS, node_groups, node_size
 from composable_fsdp.comm.operations import operation_log
-from composable_fsdp.config import HYBRID, ShardingStrategy
-from composable_fsdp.errors import PhaseError, PlanError
+from composable_fsdp.config import ShardingStrategy
+from composable_fsdp.errors import PhaseError
+
+SIMULATED = "simulated"
+"""The backend of ``tools.simulated_world``."""
+
+PEERLESS = ("fake", SIMULATED)
+"""Backends of groups without other ranks; ``fake`` is torch's."""
 
 
 class GroupRef:
@@ -154,44 +159,14 @@ class Groups:
         return self.shard_world_size * self.replicas
 
 
-def group_sizes(
-    strategy: ShardingStrategy, *, world_size: int, shard_world_size: int | None = None
-) -> tuple[int, int]:
-    """Return the size of a unit's shard group and the number of replicas.
-
-    Returns: ``(shard_world_size, replicas)``; the product is ``world_size``.
-    Raises: PlanError, if a hybrid strategy gets no ``shard_world_size``.
-    """
-    if strategy is ShardingStrategy.NO_SHARD:
-        return 1, world_size
-    if shard_world_size is not None:
-        return shard_world_size, world_size // shard_world_size
-    if strategy in HYBRID:
-        # The number of nodes is unknown here, so the plan cannot choose the groups that
-        # a hybrid strategy chooses by itself.
-        raise PlanError(
-            f"A plan with {strategy.name} expects shard_world_size, the ranks that "
-            "share the parameters. Pass the size of the mesh's shard dim, or of a node."
-        )
-    return world_size, 1
-
-
 class RankLayout:
     """The ranks that the caller of ``fully_shard`` chose, and the groups per strategy.
 
-    ::
-
-        given             NO_SHARD         FULL_SHARD,         hybrid strategies
-                                           SHARD_GRAD_OP
-        nothing           replicate (all)  shard (all)         shard within a node,
-                                                               replicate across nodes
-        a group           replicate        shard               PlanError
-        (shard,           replicate (all)  shard within the first, replicate over
-         replicate)                        the second
+    ``comm.nodes.groups_for`` makes the groups.
     """
 
     __slots__ = (
-        *("_experts", "_groups", "_replicate", "_shard", "by_node", "device_type"),
+        *("_experts", "_replicate", "_shard", "by_node", "device_type", "groups"),
         *("is_nccl", "replicas", "shard_world_size"),
     )
 
@@ -213,7 +188,7 @@ class RankLayout:
         self.is_nccl = self._shard.operations.is_nccl
         self.shard_world_size = shard.size()
         self.replicas = replicate.size() if replicate is not None else 1
-        self._groups: dict[ShardingStrategy, Groups] = {}
+        self.groups: dict[ShardingStrategy, Groups] = {}
         """Groups by strategy, so that units with the same strategy share an object."""
 
     @property
@@ -235,56 +210,3 @@ class RankLayout:
     def world_size(self) -> int:
         """Number of ranks in both groups together."""
         return self.shard_world_size * self.replicas
-
-    def sizes(self, strategy: ShardingStrategy) -> tuple[int, int]:
-        """Return the sizes of the shard group and the replicate group for ``strategy``.
-
-        Raises: PlanError, if the strategy is not possible on these ranks.
-        """
-        size = None
-        if strategy is ShardingStrategy.NO_SHARD:
-            group = self._everyone()
-            if group is not None and group.size() != self.world_size:
-                raise PlanError(
-                    "NO_SHARD averages over all ranks in one group; the two that were "
-                    f"given hold {self.world_size} ranks together, the default group "
-                    f"{group.size()}. Pass one group, or a 1-D mesh, of the "
-                    f"{self.world_size} ranks."
-                )
-        elif self.replicate is not None:
-            size = self.shard_world_size
-        elif strategy in HYBRID:
-            if not self.by_node:
-                raise PlanError(
-                    f"{strategy.name} expects a 2-D device_mesh (replicate, shard) or "
-                    "a tuple (shard group, replicate group); got one group. Pass one "
-                    "of the two, or neither to shard within a node."
-                )
-            size = node_size(self.world_size)
-        return group_sizes(strategy, world_size=self.world_size, shard_world_size=size)
-
-    def for_strategy(self, strategy: ShardingStrategy) -> Groups:
-        """Return the groups of a unit with ``strategy``; units share equal groups.
-
-        Collective: creates the groups of the nodes at the first call for a hybrid
-            strategy without given groups; all ranks of the default group must call.
-        Raises: PlanError, as ``sizes``.
-        """
-        if strategy not in self._groups:
-            self.sizes(strategy)
-            if self.replicate is None and strategy in HYBRID:
-                # Not cached: the groups of the nodes may be destroyed before the
-                # default group.
-                return Groups(*node_groups(self.world_size))
-            whole = strategy is ShardingStrategy.NO_SHARD
-            shard = None if whole else self.shard
-            copies = self._everyone() if whole else self.replicate
-            self._groups[strategy] = Groups(shard, copies, self.experts)
-        return self._groups[strategy]
-
-    def _everyone(self) -> dist.ProcessGroup | None:
-        """Return a group of all ranks: shard, replicate, or the default group."""
-        shard, replicate = self.shard, self.replicate
-        if replicate is None or replicate.size() == 1:
-            return shard
-        return replicate if shard.size() == 1 else dist.group.WORLD

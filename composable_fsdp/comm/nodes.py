@@ -25,18 +25,14 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401  # for its time of import
 from torch.distributed import distributed_c10d
 
+from composable_fsdp.comm.groups import PEERLESS, Groups, RankLayout
 from composable_fsdp.comm.store_names import AgreedName
+from composable_fsdp.config import HYBRID, ShardingStrategy
 from composable_fsdp.errors import PlanError
 
 TIMEOUT_VARIABLE = "COMPOSABLE_FSDP_CHECKPOINT_TIMEOUT"
 """Environment variable: seconds that a rank waits for the others in ``save`` and
 ``load``. Default: the timeout of the model's process group."""
-
-SIMULATED = "simulated"
-"""The backend of ``tools.simulated_world``."""
-
-PEERLESS = ("fake", SIMULATED)
-"""Backends of groups without other ranks; ``fake`` is torch's."""
 
 VARIABLE = "LOCAL_WORLD_SIZE"
 """Environment variable, set by torchrun: the number of ranks per node."""
@@ -80,6 +76,94 @@ def node_groups(
         _group_among([range(start, start + size) for start in starts]),
         _group_among([range(i, world_size, size) for i in range(size)]),
     )
+
+
+def group_sizes(
+    strategy: ShardingStrategy, *, world_size: int, shard_world_size: int | None = None
+) -> tuple[int, int]:
+    """Return the size of a unit's shard group and the number of replicas.
+
+    Returns: ``(shard_world_size, replicas)``; the product is ``world_size``.
+    Raises: PlanError, if a hybrid strategy gets no ``shard_world_size``.
+    """
+    if strategy is ShardingStrategy.NO_SHARD:
+        return 1, world_size
+    if shard_world_size is not None:
+        return shard_world_size, world_size // shard_world_size
+    if strategy in HYBRID:
+        # The number of nodes is unknown here, so the plan cannot choose the groups that
+        # a hybrid strategy chooses by itself.
+        raise PlanError(
+            f"A plan with {strategy.name} expects shard_world_size, the ranks that "
+            "share the parameters. Pass the size of the mesh's shard dim, or of a node."
+        )
+    return world_size, 1
+
+
+def sizes_for(ranks: RankLayout, strategy: ShardingStrategy) -> tuple[int, int]:
+    """Return the sizes of the shard group and the replicate group for ``strategy``.
+
+    Raises: PlanError, if the strategy is not possible on these ranks.
+    """
+    size = None
+    if strategy is ShardingStrategy.NO_SHARD:
+        group = _everyone(ranks)
+        if group is not None and group.size() != ranks.world_size:
+            raise PlanError(
+                "NO_SHARD averages over all ranks in one group; the two that were "
+                f"given hold {ranks.world_size} ranks together, the default group "
+                f"{group.size()}. Pass one group, or a 1-D mesh, of the "
+                f"{ranks.world_size} ranks."
+            )
+    elif ranks.replicate is not None:
+        size = ranks.shard_world_size
+    elif strategy in HYBRID:
+        if not ranks.by_node:
+            raise PlanError(
+                f"{strategy.name} expects a 2-D device_mesh (replicate, shard) or "
+                "a tuple (shard group, replicate group); got one group. Pass one "
+                "of the two, or neither to shard within a node."
+            )
+        size = node_size(ranks.world_size)
+    return group_sizes(strategy, world_size=ranks.world_size, shard_world_size=size)
+
+
+def groups_for(ranks: RankLayout, strategy: ShardingStrategy) -> Groups:
+    """Return the groups of a unit with ``strategy``; units share equal groups.
+
+    ::
+
+        given             NO_SHARD         FULL_SHARD,         hybrid strategies
+                                           SHARD_GRAD_OP
+        nothing           replicate (all)  shard (all)         shard within a node,
+                                                               replicate across nodes
+        a group           replicate        shard               PlanError
+        (shard,           replicate (all)  shard within the first, replicate over
+         replicate)                        the second
+
+    Collective: creates the groups of the nodes at the first call for a hybrid
+        strategy without given groups; all ranks of the default group must call.
+    Raises: PlanError, as ``sizes_for``.
+    """
+    if strategy not in ranks.groups:
+        sizes_for(ranks, strategy)
+        if ranks.replicate is None and strategy in HYBRID:
+            # Not cached: the groups of the nodes may be destroyed before the default
+            # group.
+            return Groups(*node_groups(ranks.world_size))
+        whole = strategy is ShardingStrategy.NO_SHARD
+        shard = None if whole else ranks.shard
+        copies = _everyone(ranks) if whole else ranks.replicate
+        ranks.groups[strategy] = Groups(shard, copies, ranks.experts)
+    return ranks.groups[strategy]
+
+
+def _everyone(ranks: RankLayout) -> dist.ProcessGroup | None:
+    """Return a group of all ranks: shard, replicate, or the default group."""
+    shard, replicate = ranks.shard, ranks.replicate
+    if replicate is None or replicate.size() == 1:
+        return shard
+    return replicate if shard.size() == 1 else dist.group.WORLD
 
 
 def _group_among(parts: Sequence[range]) -> dist.ProcessGroup | None:

@@ -97,50 +97,68 @@ def contract(
     'first'
     """
 
-    def decorate(api: Callable[Concatenate[Any, P], object]) -> Contract[P, Any]:
-        return make_contract(api, state_cls, check_names=check_names)
+    return contract_after(None, state_cls, check_names=check_names)
+
+
+def contract_after(
+    first: First | None, state_cls: Callable[[], S], *, check_names: bool = True
+) -> Callable[[Callable[Concatenate[Any, P], object]], Contract[P, S]]:
+    """Return what ``contract`` does, for an API that asks ``first`` before a call."""
+
+    def decorate(api: Callable[Concatenate[Any, P], object]) -> Contract[P, S]:
+        name, signature = api.__name__, inspect.signature(api)
+        kinds = [each.kind for each in signature.parameters.values()]
+        # Without the module.
+        most = sum(kind in _POSITIONAL for kind in kinds) - 1
+        is_open = inspect.Parameter.VAR_POSITIONAL in kinds
+
+        # A function and not an object with ``__call__``: ``help``, ``pickle`` and
+        # ``copy`` treat functions by their name and signature.
+        @functools.wraps(api)
+        def composable(module: Any, *args: Any, **kwargs: Any) -> Any:
+            # Python's own TypeError tells the number alone, and not the way out.
+            if len(args) > most and not is_open:
+                raise TypeError(
+                    f"{name} expects {most + 1} positional argument(s), the module "
+                    f"first, and got {len(args) + 1}. Pass each option by keyword, as "
+                    f"help({name}) names it: {name}(model, name=value)."
+                )
+            # Before the registry is asked: an API may accept a second application.
+            if first is not None and first(module, kwargs):
+                return module
+            modules = _as_modules(name, module)
+            _require_fresh(name, modules)
+            # Take the outline first: after the API has run, the old names are gone.
+            before = [_outline(m) for m in modules] if check_names else []
+            state = state_cls()
+            try:
+                for each in modules:
+                    set_state(each, name, state)
+                returned = api(module, *args, **kwargs)
+                _require_kept(name, modules, returned, state)
+                # Not strict: with ``check_names=False``, ``before`` is empty.
+                for each, outline in zip(modules, before, strict=False):
+                    _require_names(name, each, outline)
+            # BaseException includes KeyboardInterrupt: an interrupted call must leave
+            # no state behind, or the next call would be refused.
+            except BaseException:
+                for each in modules:
+                    remove_state(each, name)
+                raise
+            return module
+
+        def state_of(module: nn.Module) -> Any:
+            """Return this API's state on ``module`` itself; None if not applied."""
+            return get_state(module, name)
+
+        made: Any = composable
+        made.state = state_of
+        # The function may be declared to return None, but the API returns its argument.
+        module = next(iter(signature.parameters.values()))
+        made.__signature__ = signature.replace(return_annotation=module.annotation)
+        return cast("Contract[P, S]", made)
 
     return decorate
-
-
-def make_contract(
-    api: Callable[Concatenate[Any, P], object],
-    state_cls: Callable[[], S],
-    *,
-    check_names: bool,
-    first: First | None = None,
-) -> Contract[P, S]:
-    """Return ``api`` as a composable API; ``contract`` with one more argument."""
-    rules = _Rules(api, state_cls, check_names=check_names)
-    kinds = [each.kind for each in inspect.signature(api).parameters.values()]
-    # Without the module.
-    most = sum(kind in _POSITIONAL for kind in kinds) - 1
-    is_open = inspect.Parameter.VAR_POSITIONAL in kinds
-
-    # A function and not an object with ``__call__``: ``help``, ``pickle`` and ``copy``
-    # treat functions by their name and signature.
-    @functools.wraps(api)
-    def composable(module: Any, *args: Any, **kwargs: Any) -> Any:
-        # Python's own TypeError tells the number alone, and not the way out.
-        if len(args) > most and not is_open:
-            raise TypeError(
-                f"{api.__name__} expects {most + 1} positional argument(s), the "
-                f"module first, and got {len(args) + 1}. Pass each option by keyword, "
-                f"as help({api.__name__}) names it: {api.__name__}(model, "
-                "name=value)."
-            )
-        # Before the registry is asked: an API may accept a second application.
-        if first is not None and first(module, kwargs):
-            return module
-        return rules.apply(module, args, kwargs)
-
-    made: Any = composable
-    made.state = rules.state
-    # The function may be declared to return None, but the API returns its argument.
-    signature = inspect.signature(api)
-    module = next(iter(signature.parameters.values()))
-    made.__signature__ = signature.replace(return_annotation=module.annotation)
-    return cast("Contract[P, S]", made)
 
 
 _POSITIONAL = (
@@ -149,113 +167,58 @@ _POSITIONAL = (
 )
 
 
-class _Rules:
-    """The rules of a composable API, and the call of the function under these rules."""
+def _require_fresh(api: str, modules: Sequence[nn.Module]) -> None:
+    """Raise CompositionError if a module carries this API already."""
+    for index, module in enumerate(modules):
+        if has_api(module, api):
+            raise CompositionError(
+                f"{api} was already applied to {_described(module, index, modules)}; a "
+                "module takes each API once. Leave it out of this call, or read what "
+                f"is there with {api}.state(module)."
+            )
 
-    def __init__(
-        self,
-        api: Callable[..., object],
-        state_cls: Callable[[], Any],
-        *,
-        check_names: bool,
-    ) -> None:
-        # The registry's key.
-        self.__name__ = api.__name__
-        self._api = api
-        self._state_cls = state_cls
-        self._check_names = check_names
 
-    def apply(
-        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Apply the API to a module or a list of modules, and return ``module``.
-
-        Raises: CompositionError, if a module carries this API already, or if the API
-        returns another object, replaces the state, or changes a name or the order of
-        names; TypeError, if ``module`` is neither a module nor a list of modules.
-        """
-        modules = _as_modules(self.__name__, module)
-        self._require_fresh(modules)
-        # Take the outline first: after the API has run, the old names are gone.
-        before = [_outline(m) for m in modules] if self._check_names else []
-        state = self._state_cls()
-        try:
-            for each in modules:
-                set_state(each, self.__name__, state)
-            returned = self._api(module, *args, **kwargs)
-            self._require_same(modules, returned)
-            self._require_state(modules, state)
-            # Not strict: with ``check_names=False``, ``before`` is empty.
-            for each, outline in zip(modules, before, strict=False):
-                self._require_names(each, outline)
-        # BaseException includes KeyboardInterrupt: an interrupted call must leave no
-        # state behind, or the next call would be refused.
-        except BaseException:
-            for each in modules:
-                remove_state(each, self.__name__)
-            raise
-        return module
-
-    def state(self, module: nn.Module) -> Any:
-        """Return this API's state on ``module`` itself; None if not applied."""
-        return get_state(module, self.__name__)
-
-    def _require_fresh(self, modules: Sequence[nn.Module]) -> None:
-        """Raise CompositionError if a module carries this API already."""
-        for index, module in enumerate(modules):
-            if has_api(module, self.__name__):
-                raise CompositionError(
-                    f"{self.__name__} was already applied to "
-                    f"{_described(module, index, len(modules))}; a module takes each "
-                    f"API once. Leave it out of this call, or read what is there with "
-                    f"{self.__name__}.state(module)."
-                )
-
-    def _require_same(self, modules: Sequence[nn.Module], returned: object) -> None:
-        """Raise unless ``returned`` is None or the very modules that were passed."""
-        if returned is None or (len(modules) == 1 and returned is modules[0]):
-            return
-        # Compare by identity: a module class may define ``__eq__``.
-        if isinstance(returned, list | tuple) and (
-            [id(each) for each in returned] == [id(each) for each in modules]
-        ):
-            return
+def _require_kept(
+    api: str, modules: Sequence[nn.Module], returned: object, state: object
+) -> None:
+    """Raise unless the API returned None or its argument, and kept its state."""
+    # Compare by identity: a module class may define ``__eq__``.
+    several = returned if isinstance(returned, list | tuple) else (returned,)
+    if returned is not None and [*map(id, several)] != [*map(id, modules)]:
         raise CompositionError(
-            f"contract violated by {self.__name__}: expected it to return None or what "
-            f"it was given, got {_kind(returned)}. A composable API works in place; "
-            f"it does not put another object in a module's stead."
+            f"contract violated by {api}: expected it to return None or what it was "
+            f"given, got {_kind(returned)}. A composable API works in place; it does "
+            "not put another object in a module's stead."
         )
+    for index, module in enumerate(modules):
+        if get_state(module, api) is not state:
+            raise CompositionError(
+                f"contract violated by {api}: the state made for this application is "
+                f"gone from {_described(module, index, modules)}. Fill the state that "
+                f"{api}.state(module) gives; do not register another."
+            )
 
-    def _require_state(self, modules: Sequence[nn.Module], state: object) -> None:
-        """Raise if the API registered a state other than ``state``."""
-        for index, module in enumerate(modules):
-            if self.state(module) is not state:
-                raise CompositionError(
-                    f"contract violated by {self.__name__}: the state made for this "
-                    f"application is gone from "
-                    f"{_described(module, index, len(modules))}. Fill the state that "
-                    f"{self.__name__}.state(module) gives; do not register another."
-                )
 
-    def _require_names(self, module: nn.Module, before: _Outline) -> None:
-        """Raise if the names below ``module`` differ from the outline ``before``."""
-        after = _outline(module)
-        if after == before:
-            return
-        # Only a refusal needs names as strings; for equal outlines no name is built.
-        olds, news = _names(before), _names(after)
-        kind, index, old, new = next(
-            (kind, index, old, new)
-            for kind in olds
-            for index, (old, new) in enumerate(zip_longest(olds[kind], news[kind]))
-            if old != new
-        )
-        raise CompositionError(
-            f"contract violated by {self.__name__} on a {type(module).__name__}: "
-            f"{kind} {index} was {_place(old)} and is now {_place(new)}. A composable "
-            f"API may not add, remove, rename or reorder parameters, buffers or "
-            f"modules; change their data in place, or use hooks."
-        )
+def _require_names(api: str, module: nn.Module, before: _Outline) -> None:
+    """Raise if the names below ``module`` differ from the outline ``before``."""
+    after = _outline(module)
+    if after == before:
+        return
+    # Only a refusal needs names as strings; for equal outlines no name is built.
+    olds, news = _names(before), _names(after)
+    kind, index, *pair = next(
+        (kind, index, old, new)
+        for kind in olds
+        for index, (old, new) in enumerate(zip_longest(olds[kind], news[kind]))
+        if old != new
+    )
+    old, new = ("absent" if each is None else quoted(each) for each in pair)
+    raise CompositionError(
+        f"contract violated by {api} on a {type(module).__name__}: {kind} {index} was "
+        f"{old} and is now {new}. A composable API may not add, remove, rename or "
+        "reorder parameters, buffers or modules; change their data in place, or use "
+        "hooks."
+    )
 
 
 _Outline = list[Sequence[str]]
@@ -269,6 +232,7 @@ def _outline(module: nn.Module) -> _Outline:
     # A stack instead of recursion: the depth of the tree has no limit. The walks of
     # ``planning.walk`` build names, and stand above this layer.
     stack: list[nn.Module | None] = [module]
+    nones = repeat(None)
     while stack:
         current = stack.pop()
         if current is None:
@@ -276,14 +240,12 @@ def _outline(module: nn.Module) -> _Outline:
         # ``nn.Module`` finds these attributes by ``__getattr__``, which is slower.
         held = current.__dict__
         children = held["_modules"]
-        for table in (held["_parameters"], held["_buffers"], children):
-            # A key registered with None has no name in ``named_parameters()``. Most
-            # tables are empty, and no Python runs for the others.
-            outline.append(
-                tuple(compress(table, map(is_not, table.values(), repeat(None))))
-                if table
-                else ()
-            )
+        # A key registered with None has no name in ``named_parameters()``. Most tables
+        # are empty, and no Python runs for the others.
+        outline += [
+            tuple(compress(table, map(is_not, table.values(), nones))) if table else ()
+            for table in (held["_parameters"], held["_buffers"], children)
+        ]
         if children:
             stack += reversed(children.values())
     return outline
@@ -332,10 +294,10 @@ def _as_modules(api: str, module: object) -> Sequence[nn.Module]:
     return module
 
 
-def _described(module: nn.Module, index: int, count: int) -> str:
+def _described(module: nn.Module, index: int, modules: Sequence[nn.Module]) -> str:
     """Return a phrase for a module; messages here do not know the name in the model."""
     kind = type(module).__name__
-    return f"this {kind}" if count == 1 else f"the {kind} at position {index}"
+    return f"this {kind}" if len(modules) == 1 else f"the {kind} at position {index}"
 
 
 def _kind(value: object) -> str:
@@ -349,8 +311,3 @@ def _kind(value: object) -> str:
     if len(text) > 60:
         return f"a {type(value).__name__}"
     return f"{text} of type {type(value).__name__}"
-
-
-def _place(name: str | None) -> str:
-    """Return ``name`` quoted, or "absent"."""
-    return "absent" if name is None else quoted(name)

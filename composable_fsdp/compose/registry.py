@@ -138,10 +138,6 @@ class OwnerMap(Generic[S]):
             if (entry := entries.get(id(module))) is None or entry.owner() is None
         ]
 
-    def clear(self, module: nn.Module) -> None:
-        """Remove the owner of ``module``; do nothing if ``module`` has no owner."""
-        self._entries.pop(id(module), None)
-
     def __len__(self) -> int:
         """Return the number of modules that have an owner."""
         return len(self._entries)
@@ -181,11 +177,13 @@ def other_apis(module: nn.Module) -> tuple[str | None, str | None]:
     known, held = _classes.get(id(type(module))), module.__dict__
     name = _torch_class(type(module)) if known is None else known[0]
     # Planning calls this function for every module of a tree, and nearly no module has
-    # a registry: leave early.
-    torch_key = getattr(sys.modules.get(_TORCH_CONTRACT), "REGISTRY_KEY", REGISTRY_KEY)
-    if not name and REGISTRY_KEY not in held and torch_key not in held:
+    # a registry: leave early. Without torch's contract module no module has torch's.
+    registry = _NOTHING
+    if _TORCH_CONTRACT in sys.modules:
+        torch_key: str = sys.modules[_TORCH_CONTRACT].REGISTRY_KEY
+        registry = held.get(torch_key, _NOTHING)
+    if not name and REGISTRY_KEY not in held and not registry:
         return _NO_OTHERS
-    registry = _torch_registry(module)
     ours = has_api(module, REPLICATE)
     incompatible = _TORCH_REPLICATES.get(name)
     if incompatible is None and "replicate" in registry:
@@ -219,12 +217,3 @@ def _torch_class(kind: type[nn.Module]) -> str:
             break
     _classes[key] = found, weakref.ref(kind, lambda _: _classes.pop(key, None))
     return found
-
-
-def _torch_registry(module: nn.Module) -> Mapping[str, object]:
-    """Return torch's own registry of ``module``; empty if there is none."""
-    contract = sys.modules.get(_TORCH_CONTRACT)
-    if contract is None:
-        return _NOTHING
-    registry = module.__dict__.get(getattr(contract, "REGISTRY_KEY", ""))
-    return registry if isinstance(registry, dict) else _NOTHING

@@ -40,7 +40,6 @@ from composable_fsdp.doors.wrapping import PlainNames, post_order_apply
 from composable_fsdp.entries.fully_shard import fully_shard, unknown_text
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.features.init_weights import apply_whole
-from composable_fsdp.flat.precision import make_precision
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
 from composable_fsdp.optim import keys, legacy, load, save
 from composable_fsdp.planning import walk
@@ -53,6 +52,7 @@ from composable_fsdp.tree.traversal import (
     inside_wrappers,
     walk_states,
 )
+from composable_fsdp.tree.unit_settings import make_precision
 
 
 class FullyShardedDataParallel(Attributes, PlainNames):

@@ -11,10 +11,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,23 +22,26 @@ from torch import nn
 from composable_fsdp.comm.compute_device import resolve_device
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.meshes import resolve_ranks
-from composable_fsdp.comm.registered_memory import refuse_without_nccl
+from composable_fsdp.comm.nodes import sizes_for
 from composable_fsdp.compose.registry import API
-from composable_fsdp.entries.initial_values import prepare_values
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.handle import LEAVES, find_leaf
 from composable_fsdp.naming import WRAPPED_MODULE, join_name, quoted
 from composable_fsdp.planning.assign import PlanRequest, make_request
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import Target, plan_targets
-from composable_fsdp.planning.policies import evaluate_policy
 from composable_fsdp.runtime.build import build_units
-from composable_fsdp.runtime.materialize import Init
-from composable_fsdp.runtime.meta_values import mark_meta_buffers, watch_shards
 from composable_fsdp.tree import moments
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import walk_states
 from composable_fsdp.tree.unit_settings import mark_ignored
+
+if TYPE_CHECKING:
+    from composable_fsdp.runtime.materialize import Init
+
+# Imported when used: policies, initial values, and registered memory.
+
+_is_plain = attrgetter("is_plain")
 
 
 class Application(NamedTuple):
@@ -79,6 +82,11 @@ def prepare(
         )
     modules = as_list(ignored_modules, "ignored_modules")
     states = as_list(ignored_states, "ignored_states")
+    units = None
+    if policy is not None:
+        from composable_fsdp.planning.policies import evaluate_policy
+
+        units = partial(evaluate_policy, policy)
     ranks = resolve_ranks(process_group, device_mesh, api, expert_mesh)
     request = make_request(
         options,
@@ -86,8 +94,8 @@ def prepare(
         ignored_modules=modules,
         ignored_states=states,
         tied_params=tied_params,
-        sizes=ranks.sizes,
-        policy=None if policy is None else partial(evaluate_policy, policy),
+        sizes=partial(sizes_for, ranks),
+        policy=units,
         api=api,
         held=LEAVES,
         owner_of=owner_of,
@@ -131,58 +139,49 @@ def apply(
     device = _device_of(targets, parameters, application)
     _refuse_ranks(modules[0], targets, parameters, ranks, device)
     init, sync = application.param_init_fn, application.sync_module_states
-    # Without an initializer the shards of a model on meta stay on meta until to_empty
-    # or a state dict gives them values.
     on_meta = any(map(attrgetter("is_meta"), parameters))
-    stays_on_meta = on_meta and init is None and not sync
-    if stays_on_meta:
-        _refuse_mixed_meta(targets)
-    if sync:
-        for meet in moments.BEFORE_SYNC:
-            meet(request.api, modules[0], ranks)
-    # Called just before each unit is sharded, so at most one unit has full values
-    # beside the shards.
-    before = prepare_values(
-        targets,
-        init=init,
-        sync=sync,
-        ranks=ranks,
-        device=device,
-        ignored=request.ignored_parameters,
-    )
-    # Read before build_units, which runs param_init_fn.
-    awaiting = _with_meta_buffers(targets) if on_meta else []
-    if stays_on_meta:
-        for target in targets:
-            mark_meta_buffers(target.members)
+    before: Callable[[int], None] | None = None
+    awaiting: tuple[int, ...] = ()
+    values = None
+    # Else all values are there: with a CPU as the compute device no buffer is moved.
+    if on_meta or init is not None or sync or device.type != "cpu":
+        from composable_fsdp.entries.initial_values import prepare_values
+
+        if sync:
+            for meet in moments.BEFORE_SYNC:
+                meet(request.api, modules[0], ranks)
+        values = prepare_values(
+            targets,
+            init=init,
+            sync=sync,
+            ranks=ranks,
+            device=device,
+            ignored=request.ignored_parameters,
+            on_meta=on_meta,
+        )
+        before, awaiting = values.before, values.awaiting
     states = build_units(
         targets,
         state,
         ranks=ranks,
         device=device,
+        # Called just before each unit is sharded, so at most one unit has full values
+        # beside the shards.
         before=before,
         awaiting=awaiting,
         synced=sync,
         api=request.api,
     )
-    if stays_on_meta:
-        for state in states:
-            watch_shards(state.handle)
-    _tell_built(states, targets)
-    # No check warns of gradients that no rank reduces, if the caller ignored them.
-    mark_ignored(_ignored(modules, request))
+    if values is not None:
+        values.built(states)
+    for sharded in moments.MODULES_SHARDED:
+        sharded()
+    if request.ignored_modules or request.ignored_parameters:
+        # No check warns of gradients that no rank reduces: the caller ignored them.
+        mark_ignored(_ignored(modules, request))
     if request.policy is not None:
         # targets[0] is the root unit, whose options are the caller's own choice.
         _keep_full_precision(targets[1:], request.options)
-
-
-def _tell_built(states: Sequence[_FSDPState], targets: Sequence[Target]) -> None:
-    """Call what is called after units were built."""
-    for state, target in zip(states, targets, strict=True):
-        for built in moments.UNIT_BUILT:
-            built(state, target.members)
-    for sharded in moments.MODULES_SHARDED:
-        sharded()
 
 
 def _device_of(
@@ -210,19 +209,6 @@ def _device_of(
             "torch.device('cpu')."
         )
     return device
-
-
-def _with_meta_buffers(targets: Sequence[Target]) -> list[int]:
-    """Return the indices of the targets whose modules hold a buffer on meta."""
-    return [
-        index
-        for index, target in enumerate(targets)
-        if any(
-            buffer is not None and buffer.is_meta
-            for module in target.members
-            for buffer in module._buffers.values()
-        )
-    ]
 
 
 def _ignored(modules: Sequence[nn.Module], request: PlanRequest) -> list[nn.Parameter]:
@@ -288,9 +274,9 @@ def _refuse_started(module: nn.Module, targets: Sequence[Target]) -> None:
     """Raise CompositionError for a unit below that has run as a root already."""
     for target in targets:
         for state in target.units_below:
-            # It has a context (streams, execution order) of its own, which a unit above
-            # could not share any more.
-            if isinstance(state, _FSDPState) and state._is_root is not None:
+            # Streams and execution order of its own, which a unit above could not share
+            # any more.
+            if isinstance(state, _FSDPState) and state.context is not None:
                 fqn = next((n for n, _, s in walk_states(module) if s is state), "")
                 raise CompositionError(
                     f"fully_shard was called on a {type(module).__name__} whose unit "
@@ -308,8 +294,11 @@ def _refuse_ranks(
     device: torch.device,
 ) -> None:
     """Refuse targets that do not fit the groups; planning knows only their sizes."""
-    for check in moments.UNITS_PLANNED:
-        check(targets, ranks)
+    # Equal units share their layouts, so plain models pay one test per region.
+    layouts = [layout for target in targets for layout in target.plan.regions]
+    if not all(map(_is_plain, layouts)):
+        for check in moments.UNITS_PLANNED:
+            check(targets, ranks)
     # Other ranks would wait for this rank where they exchange names and norms.
     if ranks.experts is not None and not parameters:
         raise PlanError(
@@ -321,23 +310,6 @@ def _refuse_ranks(
     for target in targets:
         arena = target.plan.options.arena
         if arena is not None and arena.comm_memory:
+            from composable_fsdp.comm.registered_memory import refuse_without_nccl
+
             refuse_without_nccl(device, ranks)
-
-
-def _refuse_mixed_meta(targets: Sequence[Target]) -> None:
-    """Raise PlanError for a region with parameters on meta beside ones with values."""
-    for target in targets:
-        for layout, parameters in zip(
-            target.plan.regions, target.parameters, strict=True
-        ):
-            meta = [
-                s.fqn
-                for s, p in zip(layout.parameters, parameters, strict=True)
-                if p.is_meta
-            ]
-            if meta and len(meta) < len(parameters):
-                raise PlanError(
-                    f"Unit {quoted(target.plan.fqn)} has parameters on meta "
-                    f"({', '.join(meta)}) beside parameters with values. Give all of "
-                    "them values, or none, or pass param_init_fn."
-                )

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp.comm.compute_device import resolve_device
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.wire_format import WireFormat
-from composable_fsdp.compose.contract import make_contract
+from composable_fsdp.compose.contract import contract_after
 from composable_fsdp.config import (
     Arena,
     BackwardPrefetch,
@@ -55,7 +55,110 @@ _ORIGIN = (
 )
 
 
-def _shard(
+def unknown_text(
+    names: Iterable[str],
+    own: Collection[str],
+    api: str = "fully_shard",
+    translated: Mapping[str, str] = FSDP2_NAMES,
+    origin: str = _ORIGIN,
+) -> str:
+    """Return the error text for unknown arguments ``names`` of ``api``."""
+    hints = [f"{n} (here: {translated[n]})" for n in names if n in translated]
+    rest = [n for n in names if n not in translated]
+    parts = []
+    if hints:
+        parts.append(origin.format(", ".join(hints)))
+    if rest:
+        near = ", ".join(_with_nearest(name, own) for name in rest)
+        parts.append(f"unknown: {near}")
+    return (
+        f"{api} got unexpected keyword arguments; {'; '.join(parts)}. It takes "
+        f"{', '.join(own)}."
+    )
+
+
+def _with_nearest(name: str, own: Collection[str]) -> str:
+    """Return an unknown name with the name that was meant, perhaps."""
+    near = difflib.get_close_matches(name, own, n=1)
+    return f"{name} (did you mean {near[0]}?)" if near else name
+
+
+def _is_done(module: object, given: Mapping[str, Any]) -> bool:
+    """Return whether ``if_sharded="skip"`` leaves nothing to do.
+
+    Raises: TypeError, for an unknown argument; PlanError, for another ``if_sharded``;
+    CompositionError, naming the first option that differs.
+    """
+    # Python's own TypeError would not translate names of torch's FSDP.
+    unknown = sorted(given.keys() - _OWN_NAMES.keys())
+    if unknown:
+        raise TypeError(unknown_text(unknown, _OWN_NAMES))
+    choice = given.get("if_sharded", "error")
+    if choice not in ("error", "skip"):
+        raise PlanError(f"if_sharded expects 'error' or 'skip', got {choice!r}.")
+    modules = [module] if isinstance(module, nn.Module) else module
+    if choice == "error" or not isinstance(modules, (list, tuple)):
+        return False
+    heads = [m for m in modules[:1] if isinstance(m, nn.Module)]
+    state = fully_shard.state(heads[0]) if heads else None
+    # Compare only if the first module is sharded already: reading the arguments may
+    # exhaust an iterator that the application still needs.
+    if state is None:
+        return False
+    options = {name: given[name] for name in PER_MODULE if name in given}
+    rest = given.keys() - options.keys() - {"if_sharded"}
+    asked = prepare(UnitOptions(**options), **{name: given[name] for name in rest})
+    found = _difference(modules, state, asked)
+    if found:
+        raise CompositionError(
+            f"fully_shard(if_sharded='skip') found {type(modules[0]).__name__} "
+            f"{quoted(state.fqn)} sharded with other settings: {found}. Use the same "
+            "settings, or a fresh module."
+        )
+    return True
+
+
+def _difference(
+    modules: Sequence[nn.Module], state: _FSDPState, application: Application
+) -> str:
+    """Describe the first difference from ``application``; empty if there is none."""
+    if list(map(id, modules)) != list(map(id, state.modules)):
+        return (
+            f"it is one unit of {len(state.modules)} modules, this call asks for a "
+            f"unit of {len(modules)}"
+        )
+    # By effect and not by spelling: a unit that a policy made was given no options.
+    has, asked = in_force(state.options), in_force(application.request.options)
+    for name, value in asked.items():
+        if has[name] != value:
+            return f"it has {name}={has[name]}, this call asks for {value}"
+    here, there = _members(state.ranks), _members(application.ranks)
+    if here != there:
+        return f"it is over {here}, this call asks for {there}"
+    # Without device_id any device is accepted: the parameters are there already.
+    if application.device_id is not None:
+        device = resolve_device(application.device_id, application.ranks, ())
+        if device != state.device:
+            return f"it computes on {state.device}, this call asks for {device}"
+    return ""
+
+
+def _members(ranks: RankLayout) -> str:
+    """Describe the ranks that a caller chose, in words."""
+    named = (
+        ("ranks", ranks.shard),
+        ("copies on", ranks.replicate),
+        ("other experts on", ranks.experts),
+    )
+    return ", ".join(
+        f"{name} {sorted(dist.get_process_group_ranks(group))}"
+        for name, group in named
+        if group is not None
+    )
+
+
+@contract_after(_is_done, _FSDPState)
+def fully_shard(
     module: T,
     *,
     process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
@@ -178,7 +281,7 @@ def _shard(
     ...     fully_shard(block)
     >>> fully_shard(model)
     """
-    del if_sharded  # _is_done reads if_sharded
+    del if_sharded  # ``_is_done`` has read it, before this call
     # The contract has registered the new state on every module of a list.
     state = fully_shard.state(module if isinstance(module, nn.Module) else module[0])
     assert state is not None
@@ -216,110 +319,5 @@ def _shard(
     return module
 
 
-def unknown_text(
-    names: Iterable[str],
-    own: Collection[str],
-    api: str = "fully_shard",
-    translated: Mapping[str, str] = FSDP2_NAMES,
-    origin: str = _ORIGIN,
-) -> str:
-    """Return the error text for unknown arguments ``names`` of ``api``."""
-    hints = [f"{n} (here: {translated[n]})" for n in names if n in translated]
-    rest = [n for n in names if n not in translated]
-    parts = []
-    if hints:
-        parts.append(origin.format(", ".join(hints)))
-    if rest:
-        near = ", ".join(_with_nearest(name, own) for name in rest)
-        parts.append(f"unknown: {near}")
-    return (
-        f"{api} got unexpected keyword arguments; {'; '.join(parts)}. It takes "
-        f"{', '.join(own)}."
-    )
-
-
-def _with_nearest(name: str, own: Collection[str]) -> str:
-    """Return an unknown name with the name that was meant, perhaps."""
-    near = difflib.get_close_matches(name, own, n=1)
-    return f"{name} (did you mean {near[0]}?)" if near else name
-
-
-def _is_done(module: object, given: Mapping[str, Any]) -> bool:
-    """Return whether ``if_sharded="skip"`` leaves nothing to do.
-
-    Raises: TypeError, for an unknown argument; PlanError, for another ``if_sharded``;
-    CompositionError, naming the first option that differs.
-    """
-    # Python's own TypeError would not translate names of torch's FSDP.
-    unknown = sorted(given.keys() - _OWN_NAMES.keys())
-    if unknown:
-        raise TypeError(unknown_text(unknown, _OWN_NAMES))
-    choice = given.get("if_sharded", "error")
-    if choice not in ("error", "skip"):
-        raise PlanError(f"if_sharded expects 'error' or 'skip', got {choice!r}.")
-    modules = [module] if isinstance(module, nn.Module) else module
-    if choice == "error" or not isinstance(modules, (list, tuple)):
-        return False
-    heads = [m for m in modules[:1] if isinstance(m, nn.Module)]
-    state = fully_shard.state(heads[0]) if heads else None
-    # Compare only if the first module is sharded already: reading the arguments may
-    # exhaust an iterator that the application still needs.
-    if state is None:
-        return False
-    options = {name: given[name] for name in PER_MODULE if name in given}
-    rest = given.keys() - options.keys() - {"if_sharded"}
-    asked = prepare(UnitOptions(**options), **{name: given[name] for name in rest})
-    found = _difference(modules, state, asked)
-    if found:
-        raise CompositionError(
-            f"fully_shard(if_sharded='skip') found {type(modules[0]).__name__} "
-            f"{quoted(state.fqn)} sharded with other settings: {found}. Use the same "
-            "settings, or a fresh module."
-        )
-    return True
-
-
-def _difference(
-    modules: Sequence[nn.Module], state: _FSDPState, application: Application
-) -> str:
-    """Describe the first difference from ``application``; empty if there is none."""
-    if list(map(id, modules)) != list(map(id, state.modules)):
-        return (
-            f"it is one unit of {len(state.modules)} modules, this call asks for a "
-            f"unit of {len(modules)}"
-        )
-    # By effect and not by spelling: a unit that a policy made was given no options.
-    has, asked = in_force(state.options), in_force(application.request.options)
-    for name, value in asked.items():
-        if has[name] != value:
-            return f"it has {name}={has[name]}, this call asks for {value}"
-    here, there = _members(state.ranks), _members(application.ranks)
-    if here != there:
-        return f"it is over {here}, this call asks for {there}"
-    # Without device_id any device is accepted: the parameters are there already.
-    if application.device_id is not None:
-        device = resolve_device(application.device_id, application.ranks, ())
-        if device != state.device:
-            return f"it computes on {state.device}, this call asks for {device}"
-    return ""
-
-
-def _members(ranks: RankLayout) -> str:
-    """Describe the ranks that a caller chose, in words."""
-    named = (
-        ("ranks", ranks.shard),
-        ("copies on", ranks.replicate),
-        ("other experts on", ranks.experts),
-    )
-    return ", ".join(
-        f"{name} {sorted(dist.get_process_group_ranks(group))}"
-        for name, group in named
-        if group is not None
-    )
-
-
 # The keyword-only arguments: listed in error texts, and accepted by _is_done.
-_OWN_NAMES: dict[str, Any] = _shard.__kwdefaults__ or {}
-# The registry stores states under the function's name.
-_shard.__name__ = _shard.__qualname__ = "fully_shard"
-fully_shard = make_contract(_shard, _FSDPState, check_names=True, first=_is_done)
+_OWN_NAMES: dict[str, Any] = vars(fully_shard)["__wrapped__"].__kwdefaults__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import RankLayout
-from composable_fsdp.errors import DesyncError
+from composable_fsdp.errors import DesyncError, PlanError
 from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.planning.planner import Target
@@ -25,6 +26,23 @@ from composable_fsdp.runtime.materialize import (
     reset_parameters,
     with_memory,
 )
+from composable_fsdp.runtime.meta_values import mark_meta_buffers, watch_shards
+from composable_fsdp.tree.state import _FSDPState
+
+
+class PreparedValues(NamedTuple):
+    """How the units of a call get their values."""
+
+    before: Callable[[int], None]
+    """Called with the index of each target, just before the unit is sharded."""
+    awaiting: tuple[int, ...]
+    """Indices of the targets whose modules hold a buffer on meta."""
+    stays_on_meta: bool
+
+    def built(self, states: Sequence[_FSDPState]) -> None:
+        """Watch for values, if the units have none yet."""
+        for state in states if self.stays_on_meta else ():
+            watch_shards(state.handle)
 
 
 def prepare_values(
@@ -35,18 +53,22 @@ def prepare_values(
     ranks: RankLayout,
     device: torch.device,
     ignored: frozenset[int],
-) -> Callable[[int], None] | None:
-    """Return the function to call with each target's index before sharding, or None.
+    on_meta: bool,
+) -> PreparedValues:
+    """Return what gives units their values; ``on_meta``: any parameter has none yet.
 
     Collective: with ``sync`` an all-gather of objects over the shard (and replicate)
         group. The returned function: with ``sync`` a broadcast per parameter and buffer
         of the unit over these groups.
-    Raises: PlanError, for a module on meta that has no ``reset_parameters``;
-        DesyncError, if names, shapes or dtypes differ between ranks.
+    Raises: PlanError, for a unit that is on meta in part, or a module on meta that
+        has no ``reset_parameters``; DesyncError, if names, shapes or dtypes differ
+        between ranks.
     """
-    # With a CPU as the compute device no buffer is moved, so no unit needs preparation.
-    if init is None and not sync and device.type == "cpu":
-        return None
+    # Without an initializer the shards of a model on meta stay on meta until to_empty
+    # or a state dict gives them values.
+    stays_on_meta = on_meta and init is None and not sync
+    if stays_on_meta:
+        _refuse_mixed_meta(targets)
     waiting: list[list[MetaModule]] = [[] for _ in targets]
     if init is not None or sync:
         waiting = find_meta_modules(targets, ignored)
@@ -78,7 +100,12 @@ def prepare_values(
             parameters = [p for region in targets[index].parameters for p in region]
             _broadcast([*parameters, *buffers], ranks, device)
 
-    return before
+    # Read before ``before`` runs the initializer.
+    awaiting = _with_meta_buffers(targets) if on_meta else ()
+    if stays_on_meta:
+        for target in targets:
+            mark_meta_buffers(target.members)
+    return PreparedValues(before, awaiting, stays_on_meta)
 
 
 def _require_equal_forms(targets: Sequence[Target], ranks: RankLayout) -> None:
@@ -171,3 +198,35 @@ def _broadcast(
         # Copy back only if ``data`` is a copy on another device or with other strides.
         if data.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(data)
+
+
+def _with_meta_buffers(targets: Sequence[Target]) -> tuple[int, ...]:
+    """Return the indices of the targets whose modules hold a buffer on meta."""
+    return tuple(
+        index
+        for index, target in enumerate(targets)
+        if any(
+            buffer is not None and buffer.is_meta
+            for module in target.members
+            for buffer in module._buffers.values()
+        )
+    )
+
+
+def _refuse_mixed_meta(targets: Sequence[Target]) -> None:
+    """Raise PlanError for a region with parameters on meta beside ones with values."""
+    for target in targets:
+        for layout, parameters in zip(
+            target.plan.regions, target.parameters, strict=True
+        ):
+            meta = [
+                s.fqn
+                for s, p in zip(layout.parameters, parameters, strict=True)
+                if p.is_meta
+            ]
+            if meta and len(meta) < len(parameters):
+                raise PlanError(
+                    f"Unit {quoted(target.plan.fqn)} has parameters on meta "
+                    f"({', '.join(meta)}) beside parameters with values. Give all of "
+                    "them values, or none, or pass param_init_fn."
+                )

@@ -26,7 +26,7 @@ from composable_fsdp.flat.build import set_divisions
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.tree.meeting import compare_models
+from composable_fsdp.tree.root import compare_models
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -25,11 +24,6 @@ from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
 Memo = dict[int, Any]
-
-
-def let_copy(state: _FSDPState, members: Iterable[nn.Module]) -> None:
-    """Have ``copy.deepcopy`` of the unit call ``copy_state``."""
-    state.copier = copy_state
 
 
 def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
@@ -54,7 +48,6 @@ def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
         initial=state.initial.copy(state.handle.layout, handle.layout),
         settings=copy.copy(state.settings),
     )
-    made.copier = copy_state
     made.searches.writes_data = state.searches.writes_data
     install_grad_hooks(made)
     for top in state.modules:

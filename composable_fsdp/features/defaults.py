@@ -8,42 +8,21 @@ from __future__ import annotations
 
 from torch.serialization import add_safe_globals
 
-from composable_fsdp.access.grads import NAME_NONFINITE
 from composable_fsdp.comm import device, meeting, operations
 from composable_fsdp.features import engine
-from composable_fsdp.features.arena.slot import give_slots
-from composable_fsdp.features.audit.first_step import (
-    around_hook,
-    begin_audit,
-    note_step,
-)
 from composable_fsdp.features.changes.adopt import UserChanges
 from composable_fsdp.features.changes.late_registration import watch_registrations
-from composable_fsdp.features.comm_hooks.reduction import reduce_by_hook
-from composable_fsdp.features.deepcopy import let_copy
 from composable_fsdp.features.guard.foreign_strategies import guard_strategies
-from composable_fsdp.features.guard.initialized import require_initialized
 from composable_fsdp.features.guard.meetings import meet_in_store
-from composable_fsdp.features.guard.order_log import compare_ranks
 from composable_fsdp.features.guard.progress import note_capture
-from composable_fsdp.features.guard.same_models import compare_models, meet_to_sync
 from composable_fsdp.features.guard.under_ddp import install_ddp_hook
 from composable_fsdp.features.guard.watch import watch
-from composable_fsdp.features.in_backward import step_in_backward
-from composable_fsdp.features.log_line import log_units
-from composable_fsdp.features.nonfinite import name_nonfinite
-from composable_fsdp.features.parallel.dtensor_form import (
-    refuse_shared_ranks,
-    with_plain_parameters,
-)
-from composable_fsdp.features.parallel.experts import count_expert_ranks
 from composable_fsdp.features.passages.casts import keep_full_precision
 from composable_fsdp.features.passages.full import FIRST, FULL, MOVING, Searches
-from composable_fsdp.features.passages.handed_params import hand_out
 from composable_fsdp.features.shown_units import show_units
-from composable_fsdp.features.unused.common_order import CommonOrder
 from composable_fsdp.features.versions import tell_untested
 from composable_fsdp.flat.user_hooks import HOOK_WATCHES
+from composable_fsdp.lazy import later
 from composable_fsdp.optim.state_dict_hooks import prepare_for_dcp
 from composable_fsdp.optim.step_hooks import FIRST_STEPS, install_step_hooks
 from composable_fsdp.runtime.recover import GradientOrder
@@ -56,11 +35,19 @@ from composable_fsdp.tree.changed_settings import changed_settings
 operations.RECORDING.append(watch)
 meeting.MEETS.append(meet_in_store)
 device.CAPTURES.append(note_capture)
-moments.UNITS_PLANNED.append(refuse_shared_ranks)
-moments.FORMS_TAKEN.append(with_plain_parameters)
-moments.TREE_FOUND.append(count_expert_ranks)
-moments.BEFORE_SYNC.append(meet_to_sync)
-moments.UNIT_BUILT.extend((install_state_dict_hooks, let_copy, show_units))
+moments.UNITS_PLANNED.append(
+    later("composable_fsdp.features.parallel.dtensor_form", "refuse_shared_ranks")
+)
+moments.FORMS_TAKEN.append(
+    later("composable_fsdp.features.parallel.dtensor_form", "with_plain_parameters")
+)
+moments.TREE_FOUND.append(
+    later("composable_fsdp.features.parallel.experts", "count_expert_ranks")
+)
+moments.BEFORE_SYNC.append(
+    later("composable_fsdp.features.guard.same_models", "meet_to_sync")
+)
+moments.UNIT_BUILT.extend((install_state_dict_hooks, show_units))
 # These are installed once for the process.
 moments.MODULES_SHARDED.extend(
     (
@@ -72,22 +59,45 @@ moments.MODULES_SHARDED.extend(
         tell_untested,
     )
 )
-moments.TREE_INITIALIZED.append(give_slots)
-moments.MODELS_MEET.append(compare_models)
-moments.RANKS_MEET.append(compare_ranks)
+moments.TREE_INITIALIZED.append(
+    later("composable_fsdp.features.arena.slot", "give_slots")
+)
+moments.MODELS_MEET.append(
+    later("composable_fsdp.features.guard.same_models", "compare_models")
+)
+moments.RANKS_MEET.append(
+    later("composable_fsdp.features.guard.order_log", "compare_ranks")
+)
 moments.FIRST_FORWARD.extend(
-    (require_initialized, step_in_backward, log_units, begin_audit)
+    (
+        later("composable_fsdp.features.guard.initialized", "require_initialized"),
+        later("composable_fsdp.features.in_backward", "step_in_backward"),
+        later("composable_fsdp.features.log_line", "log_units"),
+        later("composable_fsdp.features.audit.first_step", "begin_audit"),
+    )
 )
 moments.CHANGED_FLAGS.append(changed_settings)
 moments.PASSAGES.update(first=FIRST, full=FULL, moving=MOVING, searches=Searches)
-moments.HANDED_OUT.append(hand_out)
+moments.HANDED_OUT.append(
+    later("composable_fsdp.features.passages.handed_params", "hand_out")
+)
 moments.changes = UserChanges()
-moments.reduce_by_hook = reduce_by_hook
-moments.ORDERS.update({False: GradientOrder, True: CommonOrder})
+moments.copy_state = later("composable_fsdp.features.deepcopy", "copy_state")
+moments.reduce_by_hook = later(
+    "composable_fsdp.features.comm_hooks.reduction", "reduce_by_hook"
+)
+moments.ORDERS.update(
+    {
+        False: GradientOrder,
+        True: later("composable_fsdp.features.unused.common_order", "CommonOrder"),
+    }
+)
 moments.KEEPS_PRECISION.append(keep_full_precision)
-FIRST_STEPS.append(note_step)
-NAME_NONFINITE.append(name_nonfinite)
-HOOK_WATCHES.append(around_hook)
+FIRST_STEPS.append(later("composable_fsdp.features.audit.first_step", "note_step"))
+moments.NAME_NONFINITE.append(
+    later("composable_fsdp.features.nonfinite", "name_nonfinite")
+)
+HOOK_WATCHES.append(later("composable_fsdp.features.audit.first_step", "around_hook"))
 call_before_optimizer(prepare_for_dcp)
 # Construction only makes a tensor, so ``torch.load(weights_only=True)`` may do so.
 add_safe_globals([ShardedValue])

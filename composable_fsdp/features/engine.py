@@ -16,7 +16,7 @@ import torch
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.flat.param_paths import param_path
+from composable_fsdp.flat.param_ref import param_path
 from composable_fsdp.naming import quoted
 from composable_fsdp.runtime.graph_task import run_backward
 

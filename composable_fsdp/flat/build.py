@@ -1,4 +1,8 @@
-"""Building a unit's handle: the regions, and the tables that every step needs."""
+"""Building a unit's handle: the regions, and the tables that every step needs.
+
+With mixed precision, a step gathers in the compute dtype; elsewhere parameters may be
+shown in their own dtype, in a second form (``handle.other_form``) of full buffers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,13 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.flat import part_guards
-from composable_fsdp.flat.build_region import build_region, fills_of
+from composable_fsdp.flat.build_region import (
+    build_region,
+    compute_views,
+    fills_of,
+    full_leaves,
+    make_full,
+)
 from composable_fsdp.flat.handle import (
     FlatParamHandle,
     FullForm,
@@ -33,8 +43,9 @@ from composable_fsdp.flat.residency import (
     count_flat_writes,
     make_readable,
     unreadable_versions,
+    written,
 )
-from composable_fsdp.flat.step_counts import written
+from composable_fsdp.phases import Residency
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.unit_plan import Place, UnitPlan
@@ -81,8 +92,8 @@ def build_handle(
     )
     set_divisions(handle)
     remember_leaves(handle)
-    part_guards.refuse_part_calls(handle)
     part_guards.refuse_removals(handle)
+    part_guards.refuse_part_calls(handle)
     return handle
 
 
@@ -187,15 +198,12 @@ def leaf_memory(layout: UnitLayout) -> LeafMemory:
     for region in layout.regions:
         begin, size = region.shard.data_ptr(), region.shard.element_size()
         # From the cuts, which equal units share, and not from each leaf.
-        for leaf, (start, stop, at) in zip(
-            region.leaves, region.cuts.parts, strict=True
-        ):
-            if stop > start:
-                here.append(leaf)
-                # Of fake tensors, ``begin`` is 0 and the address is the offset.
-                addresses.append(begin + at * size)
-            else:
-                empty.append(leaf)
+        parts = region.cuts.parts
+        pairs = [*zip(region.leaves, parts, strict=True)]
+        here += [leaf for leaf, (start, stop, _) in pairs if stop > start]
+        # Of fake tensors, ``begin`` is 0 and the address is the offset.
+        addresses += [begin + at * size for start, stop, at in parts if stop > start]
+        empty += [leaf for leaf, (start, stop, _) in pairs if stop == start]
     # An empty tensor has no address (``data_ptr()`` is 0), so leaves without elements
     # are compared by their storage.
     return LeafMemory(
@@ -219,14 +227,14 @@ def _reduced_together(
     trainable: tuple[TrainableRegion, ...],
 ) -> tuple[tuple[TrainableRegion, ...], ...]:
     """Return the trainable regions with elements, grouped by reduce dtype."""
+    # The common case reuses the tuple: fewer objects for the garbage collector.
+    if len(trainable) == 1 and trainable[0].layout.padded_numel:
+        return (trainable,)
     dtypes = {
         region: region.reduce.buffer.dtype
         for region in trainable
         if region.layout.padded_numel
     }
-    # The common case reuses the tuple: fewer objects for the garbage collector.
-    if len(dtypes) == len(trainable) == 1:
-        return (trainable,)
     return tuple(
         tuple(r for r, dtype in dtypes.items() if dtype is each)
         for each in dict.fromkeys(dtypes.values())
@@ -304,3 +312,59 @@ def set_divisions(handle: FlatParamHandle) -> None:
     for region in handle.layout.trainable:
         dtype = region.reduce.buffer.dtype
         region.reduce.division = division(rule, dtype, ranks=ranks, can_average=average)
+
+
+def switch_form(handle: FlatParamHandle) -> bool:
+    """Make the other precision current; return whether its leaves are new."""
+    assert handle.residency is Residency.SHARDED
+    form, other = handle.form, handle.other_form
+    form.readable = None  # autograd must not read leaves that are put aside
+    made = other is None
+    if other is None:
+        form.regions = tuple([region.full for region in handle.layout.regions])
+        # The buffers outlive the caller's inference mode, so they must not be inference
+        # tensors.
+        with torch.inference_mode(False), torch.no_grad():
+            for region in handle.layout.regions:
+                region.full = make_full(
+                    region.layout,
+                    region.leaves,
+                    region.shard,
+                    region.layout.dtype,
+                    region.rank,
+                    region.device,
+                    offload=region.offload,
+                    forms=handle.layout.forms,
+                )
+        other = make_form(handle.layout, form.unreadable, full_precision=True)
+        other.regions = tuple([region.full for region in handle.layout.regions])
+    else:
+        for region, full in zip(handle.layout.regions, other.regions, strict=True):
+            region.full = full
+    handle.form, handle.other_form = other, form
+    return made
+
+
+def renew_full_leaves(
+    handle: FlatParamHandle,
+) -> list[tuple[nn.Parameter, nn.Parameter, nn.Parameter]]:
+    """Give the unit new full leaves without hooks; return (old, new, sharded)."""
+    found: list[tuple[nn.Parameter, nn.Parameter, nn.Parameter]] = []
+    for region in handle.layout.regions:
+        full, layout = region.full, region.layout
+        made = full_leaves(
+            layout,
+            compute_views(layout, full.buffer),
+            region.leaves,
+            handle.layout.forms,
+            [layout.trainable] * len(full.leaves),
+        )
+        found += zip(full.leaves, made, region.leaves, strict=True)
+        region.full = full._replace(leaves=tuple(made))
+    form = handle.form
+    handle.form = make_form(
+        handle.layout, form.unreadable, full_precision=form.full_precision
+    )
+    if form.regions:
+        handle.form.regions = tuple([region.full for region in handle.layout.regions])
+    return found

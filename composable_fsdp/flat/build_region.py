@@ -40,12 +40,15 @@ def build_region(
     cuts = layout.shard_cuts(rank, rows=rows)
     if any(map(_is_meta, parameters)):
         device = torch.device("meta")
-    shard = new_shard(layout.shard_numel, layout.dtype, device, offload=offload)
-    leaves = tuple(parameters)
+    leaves, numel = tuple(parameters), layout.padded_numel
     # The buffers must not be inference tensors, which training could not write to.
     # No torch.no_grad is needed: the parameters are detached, so autograd records
     # nothing here.
     with memory.outside_inference():
+        if offload:
+            shard = new_shard(layout.shard_numel, layout.dtype, device, offload=True)
+        else:
+            shard = torch.empty(layout.shard_numel, dtype=layout.dtype, device=device)
         fill_shard(shard, cuts, leaves, sharded=sharded)
         _make_sharded_leaves(shard, cuts, leaves, dtypes.gradient, sharded=sharded)
         full = make_full(
@@ -73,7 +76,6 @@ def build_region(
             show=show_on_leaves,
         )
         if isinstance(region, TrainableRegion):
-            numel = layout.padded_numel
             buffer = torch.empty(numel, dtype=dtypes.reduce, device=device)
             parts, gaps = full_views(layout, buffer)
             number = len(parts)
@@ -94,7 +96,7 @@ def fill_shard(
     """Copy this rank's elements of ``parameters`` into the shard; zero the padding."""
     if shard.is_meta:
         return
-    parts, cuts, _, _ = shard_cuts
+    parts, cuts, _ = shard_cuts
     if cuts.gaps:
         # A norm over the whole shard must not see undefined padding.
         shard.zero_()
@@ -156,7 +158,7 @@ def make_full(
     if not wire and (dtype != layout.dtype or offload or layout.is_strided):
         start = rank * layout.shard_numel
         own_slice = buffer[start : start + layout.shard_numel]
-    own_parts = _own_parts(layout, own_slice, rank)
+    own_parts = () if own_slice is None else _own_parts(layout, own_slice, rank)
     parts = compute_views(layout, buffer)
     made = full_leaves(layout, parts, leaves, forms, [layout.trainable] * len(leaves))
     if is_cut:
@@ -189,8 +191,8 @@ def full_views(
     # ``resize_`` gives a piece its shape; a view would be a second tensor, and
     # ``.data`` of the view a third.
     parts = [
-        pieces[i] if len(slot.shape) == 1 else pieces[i].resize_(slot.shape)
-        for i, slot in zip(cuts.parameters, layout.parameters, strict=True)
+        pieces[i] if shape is None else pieces[i].resize_(shape)
+        for i, shape in cuts.parameters
     ]
     return parts, tuple([pieces[i] for i in cuts.gaps])
 
@@ -207,10 +209,10 @@ def compute_views(layout: RegionLayout, buffer: Tensor) -> list[Tensor]:
 
 
 def _own_parts(
-    layout: RegionLayout, own_slice: Tensor | None, rank: int
+    layout: RegionLayout, own_slice: Tensor, rank: int
 ) -> tuple[Tensor, ...]:
     """Return this rank's rows of each parameter, with the strides that compute sees."""
-    if own_slice is None or not layout.is_strided:
+    if not layout.is_strided:
         return ()
     views, _ = shard_views(layout.shard_cuts(rank, rows=True), own_slice)
     # Rows of a parameter have the strides of the whole.

@@ -151,8 +151,6 @@ def leaf_gradients(region: FlatParameter) -> list[Tensor | None]:
         return [leaf.grad for leaf in region.leaves]
     gradient = region.flat.grad
     if gradient is None:
-        # ``isdisjoint`` looks up all parameters of a group in C, so an optimizer
-        # without flat parameters pays little.
         return [None] * len(region.leaves)
     if gradient is region.gradient.shard and views_are_intact(region):
         return list(region.gradient.views)
@@ -189,27 +187,23 @@ def add_own_gradients(handle: FlatParamHandle, region: FlatParameter) -> None:
     """Move ``.grad`` of the leaves into the flat gradient, by addition."""
     # No Python loop: every optimizer step and every reduction calls this function.
     gradients = [*map(grad_of, region.leaves)]
-    if gradients.count(None) != len(gradients):
-        _add(handle, region)
-
-
-@torch.no_grad()
-def _add(handle: FlatParamHandle, region: FlatParameter) -> None:
-    """Add ``.grad`` of each leaf to the leaf's part of the flat gradient; clear
-    ``.grad``.
-    """
+    if gradients.count(None) == len(gradients):
+        return
     _hold(handle, region)
-    for leaf, view in zip(region.leaves, region.gradient.views, strict=True):
-        if leaf.grad is not None:
-            if view is not None:
-                view.add_(leaf.grad)
-            leaf.grad = None
+    with torch.no_grad():
+        for leaf, view in zip(region.leaves, region.gradient.views, strict=True):
+            if leaf.grad is not None:
+                if view is not None:
+                    view.add_(leaf.grad)
+                leaf.grad = None
 
 
 def flats_in(param_groups: Iterable[dict[str, Any]]) -> list[FlatParamRecord]:
     """Return the records of an optimizer's flat parameters, in group order."""
     if not FLAT_PARAMS:
         return []
+    # ``isdisjoint`` looks up all parameters of a group in C, so an optimizer without
+    # flat parameters pays little.
     return [
         FLAT_PARAMS[id(parameter)]
         for group in param_groups

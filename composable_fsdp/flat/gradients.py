@@ -34,12 +34,12 @@ def shard_views(
     shard_cuts: ShardCuts, base: Tensor
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """Return a view per parameter of a buffer like the shard, and the padding's."""
-    _, cuts, shapes, _ = shard_cuts
+    cuts = shard_cuts.cuts
     # One split creates all pieces; slices would need one operation each.
     pieces = base.split_with_sizes(cuts.sizes)
     parts = [
-        pieces[i] if len(shape) == 1 else pieces[i].view(shape)
-        for i, shape in zip(cuts.parameters, shapes, strict=True)
+        pieces[i] if shape is None else pieces[i].view(shape)
+        for i, shape in cuts.parameters
     ]
     return parts, tuple([pieces[i] for i in cuts.gaps])
 
@@ -255,7 +255,7 @@ def show_on_leaves(
     ):
         if hit:
             meanwhile = leaf.grad
-            if meanwhile is not None and meanwhile is not view is not None:
+            if meanwhile is not None and view is not None and meanwhile is not view:
                 # The loss also used the sharded parameter directly (a penalty on
                 # weights), and autograd has accumulated that gradient in ``.grad``.
                 view.add_(meanwhile)

@@ -41,7 +41,7 @@ Swap = tuple[Table, str, nn.Parameter, nn.Parameter]
 
 @dataclass(slots=True, eq=False)
 class FullForm:
-    """The full buffers and leaves of a unit in a precision (``flat.precision``)."""
+    """The full buffers and leaves of a unit in a precision (``build.switch_form``)."""
 
     full_precision: bool
     """Whether the precision is that of the parameters, and not the compute dtype."""
@@ -163,16 +163,6 @@ class LeafMemory(NamedTuple):
     """Whether a leaf was ever elsewhere; equal on all ranks, unlike ``away``."""
 
 
-class ParamInfo(NamedTuple):
-    """A place of a parameter, ``module._parameters[name]``, as ``Place`` has it."""
-
-    fqn: str
-    module: nn.Module
-    name: str
-    primary: str
-    slot_index: int
-
-
 NO_PATHS: Mapping[int, str] = MappingProxyType({})
 
 
@@ -190,7 +180,7 @@ class ShardWrites:
     """``runtime.unshard.shard_versions`` at the last all-gather, which show later
     writes. Empty before the first; ``None`` as long as the unit is never kept full."""
     steps: int = 0
-    """Optimizer steps over the unit's leaves since counting began (``step_counts``)."""
+    """Optimizer steps over the unit's leaves since counting began (``residency.count_step``)."""
     flat_parameters: tuple[nn.Parameter, ...] = ()
     """Flat parameters of the regions for which ``flat_of`` created a flat parameter."""
 
@@ -340,14 +330,6 @@ class FlatParamHandle:
         return tuple(chain.from_iterable([region.leaves for region in regions]))
 
     @property
-    def infos(self) -> tuple[ParamInfo, ...]:
-        """The places of all parameters, with modules, in region order."""
-        return tuple(
-            ParamInfo(place.fqn, owner, *place[1:])
-            for place, owner in zip(self.layout.places, self.layout.owners, strict=True)
-        )
-
-    @property
     def swaps(self) -> Iterator[Swap]:
         """Iterate over all places: table, key, sharded leaf and full leaf."""
         return zip(
@@ -362,21 +344,6 @@ class FlatParamHandle:
     def _fqns(self) -> tuple[str, ...]:
         """FQNs of the parameters from the unit's module, in region order."""
         return tuple(s.fqn for r in self.layout.plan.regions for s in r.parameters)
-
-    @property
-    def _param_infos(self) -> tuple[ParamInfo, ...]:
-        """The first place of each parameter, in region order."""
-        # A dict keeps the last value of a key: both reversals make the first place win
-        # and restore the order.
-        return tuple({info.slot_index: info for info in reversed(self.infos)}.values())[
-            ::-1
-        ]
-
-    @property
-    def _shared_param_infos(self) -> tuple[ParamInfo, ...]:
-        """The places of tied parameters, without each parameter's first place."""
-        first = set(map(id, self._param_infos))
-        return tuple(info for info in self.infos if id(info) not in first)
 
     @property
     def _shard_param_indices(self) -> tuple[int, ...]:

@@ -74,19 +74,19 @@ def plain_leaves(
     parts: Sequence[Tensor], leaves: Sequence[nn.Parameter], trainable: Sequence[bool]
 ) -> list[nn.Parameter]:
     """Make ``parts`` parameters, of the classes and attributes of ``leaves``."""
-    made: list[Any] = []
-    for part, leaf, trains in zip(parts, leaves, trainable, strict=True):
-        each: Any = part
+    made: list[Any] = [*parts]
+    for index, (leaf, trains) in enumerate(zip(leaves, trainable, strict=True)):
+        each = made[index]
         if type(leaf) is nn.Parameter:
             # Torch's lazy parameters change their class in the same way.
             # ``nn.Parameter(part)`` would create one more tensor.
             each.__class__ = nn.Parameter
             each.requires_grad = trains
         else:
-            each = torch.Tensor._make_subclass(type(leaf), part, trains)
+            each = torch.Tensor._make_subclass(type(leaf), each, trains)
+            made[index] = each
         # Shared, so that an attribute that a user sets on either is visible on both.
         each.__dict__ = leaf.__dict__
-        made.append(each)
     return made
 
 

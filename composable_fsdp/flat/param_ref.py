@@ -1,17 +1,59 @@
-"""``ParamRef``: a sharded parameter together with the unit that holds the parameter."""
+"""``ParamRef``: a sharded parameter and its unit; paths; and replaced parameters.
+
+The names in a plan begin at a module of the unit: in a unit of several modules, two of
+its parameters may have the same name there. A path begins at the root.
+
+A parameter that a module shows in place of a sharded one is the sharded one from the
+next use on. An optimizer that was made before would step on unused parameters without
+an error; ``optim`` asks ``successor`` about these objects.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_form import ParamForm
-from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.region import FlatParameter, part_of
+from composable_fsdp.naming import join_name
 from composable_fsdp.planning.layout import ParameterSlot
+
+
+def place_path(handle: FlatParamHandle, at: int) -> str:
+    """Return the path of the parameter at place number ``at`` of the layout."""
+    place, owner = handle.layout.places[at], handle.layout.owners[at]
+    path = handle.paths.get(id(owner))
+    # Most units have a single module, whose path begins all names of the plan.
+    if path is None:
+        return join_name(handle.full_fqn, place.fqn)
+    return join_name(path, place.name)
+
+
+def slot_paths(
+    handle: FlatParamHandle, slot: ParameterSlot, unit: str | None = None
+) -> list[str]:
+    """Return all paths of a parameter; a tied parameter has several."""
+    if not handle.paths:
+        start = handle.full_fqn if unit is None else unit
+        return [join_name(start, fqn) for fqn in slot.fqns]
+    places = enumerate(handle.layout.places)
+    return [place_path(handle, at) for at, p in places if p.slot_index == slot.index]
+
+
+def slot_path(handle: FlatParamHandle, slot: ParameterSlot) -> str:
+    """Return the path of a parameter; of a tied parameter the first."""
+    return slot_paths(handle, slot)[0]
+
+
+def param_path(handle: FlatParamHandle, index: int) -> str:
+    """Return the path of the parameter that ``find_leaf`` gives the ``index``."""
+    return param_ref(handle, index).name
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +157,47 @@ def originals_by_vars() -> dict[int, tuple[FlatParamHandle, int]]:
         for handle in handles
         for index, leaf in enumerate(handle.leaves)
     }
+
+
+# ``Any``, because torch has no type stubs for this class.
+_replaced: Any = WeakIdKeyDictionary()
+"""By replaced parameter: a weak reference to its unit, and ``ParameterSlot.index``,
+which stays the same when the unit is rebuilt."""
+_times = 0
+
+
+def record_replaced(
+    handle: FlatParamHandle, *leaves: Sequence[Sequence[nn.Parameter]]
+) -> None:
+    """Record the old leaves, given first, that the new leaves of ``handle`` replace."""
+    global _times
+    # Of a DTensor, the first leaf is already another object than the parameter.
+    for region, before, after in zip(handle.layout.regions, *leaves, strict=True):
+        for slot, old, new in zip(region.layout.parameters, before, after, strict=True):
+            if old is not new:
+                _replaced[old] = weakref.ref(handle), slot.index
+                # A parameter that returns is a leaf again. The entry must go, because
+                # ``torch.utils.swap_tensors`` refuses a parameter that has weak
+                # references.
+                _replaced.pop(new, None)
+                _times += 1
+
+
+def times_replaced() -> int:
+    """Return how many parameters have been replaced so far in this process."""
+    return _times
+
+
+def successor(parameter: nn.Parameter) -> tuple[FlatParamHandle, nn.Parameter] | None:
+    """Return the unit and the leaf that replaced ``parameter``."""
+    link, index = _replaced.get(parameter, (None, -1))
+    handle = None if link is None else link()
+    if handle is None or find_leaf(parameter) is not None:
+        return None
+    # The parameter was assigned to its place again; the next forward will adopt it.
+    if any(table.get(key) is parameter for table, key, *_ in handle.swaps):
+        return None
+    for ref in param_refs(handle):
+        if ref.slot.index == index:
+            return handle, ref.leaf
+    return None

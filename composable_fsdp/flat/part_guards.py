@@ -25,8 +25,7 @@ from composable_fsdp.comm.groups import Groups
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle, PartGuards
 from composable_fsdp.flat.param_form import NO_FORMS, Forms
-from composable_fsdp.flat.param_paths import place_path
-from composable_fsdp.flat.param_ref import find_param
+from composable_fsdp.flat.param_ref import find_param, place_path
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.walk import has_forward
@@ -46,7 +45,7 @@ def find_guards(
     # Gradients of experts are sums over other ranks' tokens, also on a single rank.
     if groups.world_size * groups.expert_ranks == 1 and not forms:
         return PartGuards(())
-    parts = {id(owner): owner for owner in owners}
+    parts = dict(zip(map(id, owners), owners, strict=True))
     without = {key for key, owner in parts.items() if not has_forward(owner)}
     if without:
         parts = {key: each for key, each in parts.items() if key not in without}
@@ -81,9 +80,12 @@ def refuse_part_calls(handle: FlatParamHandle) -> None:
     """Install the refusal on the unit's parts; for the sharded state."""
     for hooks in handle.guards.tables:
         # Before pre-hooks of the user, which may compute with parameters
-        # (``torch.nn.utils.weight_norm`` does).
-        hooks[REFUSE] = refuse_part
-        hooks.move_to_end(REFUSE, last=False)
+        # (``torch.nn.utils.weight_norm`` does). Most modules have none.
+        if hooks:
+            hooks[REFUSE] = refuse_part
+            hooks.move_to_end(REFUSE, last=False)
+        else:
+            hooks[REFUSE] = refuse_part
     handle.guards.open = False
 
 
@@ -99,7 +101,8 @@ def allow_part_calls(handle: FlatParamHandle) -> None:
 def refuse_removals(handle: FlatParamHandle) -> None:
     """Refuse ``remove_weight_norm`` and its like, which compute with sharded rows."""
     for owner in handle.layout.owners:
-        for hook in owner._forward_pre_hooks.values():
+        hooks = owner._forward_pre_hooks
+        for hook in hooks.values() if hooks else ():
             # Torch undoes its reparametrizations by a method of their pre-hooks.
             if type(hook).__module__.startswith("torch.nn.utils."):
                 vars(hook)["remove"] = _refuse_removal

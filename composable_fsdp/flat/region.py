@@ -165,7 +165,7 @@ class FlatParameter:
         """Whether ``shard`` and the flat gradient are in host memory."""
         self.shard = shard
         self.full = full
-        """The full values in the current precision (``flat.precision``)."""
+        """The full values in the current precision (``flat.build.switch_form``)."""
         self.leaves = leaves
         """The sharded leaves: the original parameters, in memory order."""
         unshown = bytes(len(leaves))

@@ -15,18 +15,24 @@ on torch 2.13 and 2.11.
 from __future__ import annotations
 
 import re
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import prod
 from operator import attrgetter
 
 import torch
+from torch import Tensor, nn
 
+from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.functional_params import (
-    restore_functional_params,
-    save_functional_params,
+from composable_fsdp.flat.handle import (
+    LEAVES,
+    NO_TASK,
+    FlatParamHandle,
+    UnitLayout,
 )
-from composable_fsdp.flat.handle import LEAVES, NO_TASK, FlatParamHandle, FullForm
-from composable_fsdp.flat.param_paths import place_path
+from composable_fsdp.flat.param_ref import place_path
 from composable_fsdp.flat.part_guards import REFUSE, refuse_part
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Residency, illegal_move
@@ -143,7 +149,10 @@ def use_sharded(handle: FlatParamHandle) -> None:
 
 
 def end_functional_call(handle: FlatParamHandle) -> bool:
-    """Register tensors of ``torch.func.functional_call`` for it to remove."""
+    """Show what torch expects where ``functional_call`` ends; return if that is full.
+
+    Torch puts back what was there before: full leaves, if the unit was full.
+    """
     if handle.running.calls:
         return False
     if handle.running.over_full:
@@ -274,11 +283,6 @@ def make_unreadable(handle: FlatParamHandle) -> None:
         handle.form.readable = None
 
 
-def forget_readable(form: FullForm) -> None:
-    """Record that autograd must not read the leaves of a form that is put aside."""
-    form.readable = None
-
-
 def find_unreadable(text: str) -> str | None:
     """Return the name of the parameter that autograd refused to read."""
     _, found, rest = text.partition("is at version ")
@@ -341,3 +345,124 @@ def shards_are_unchanged(handle: FlatParamHandle) -> bool:
         if leaf.untyped_storage() is not storage:
             return False
     return not handle.layout.on_meta
+
+
+# ---- tensors of ``torch.func.functional_call`` --------------------------------
+#
+# The unit computes with them; only the other places show its full leaves. Nothing of
+# this package runs when torch registers the previous tensors again: if these are full
+# leaves, the unit stays full.
+
+
+def save_functional_params(handle: FlatParamHandle, *, over_full: bool) -> None:
+    """Show full leaves at all places, except where a foreign tensor is registered.
+
+    Raises: CompositionError, if a foreign tensor does not have the shape of the full
+    parameter. The modules are then unchanged.
+    """
+    foreign = {}
+    for at, (table, key, sharded, full) in enumerate(handle.swaps):
+        found = table.get(key)
+        if found is sharded or found is full:
+            continue
+        if isinstance(found, Tensor) and found.shape != full.shape:
+            name = quoted(place_path(handle, at))
+            # ``use_full`` may have registered full leaves before it found the foreign
+            # tensor.
+            _put_back(handle)
+            raise CompositionError(
+                f"Unit {handle.name} was called with another tensor in the place of "
+                f"parameter {name} (torch.func.functional_call does so): expected the "
+                f"full shape {tuple(full.shape)}, got {tuple(found.shape)}. Pass "
+                "whole parameters, as unshard_params(module) shows them, and not "
+                "what is made of this rank's shards."
+            )
+        foreign[at] = found
+    for at, (table, key, _, full) in enumerate(handle.swaps):
+        if at not in foreign:
+            table[key] = full
+    handle.running.foreign, handle.running.over_full = foreign, over_full
+
+
+def _put_back(handle: FlatParamHandle) -> None:
+    """Replace registered full leaves by the sharded leaves."""
+    for table, key, sharded, full in handle.swaps:
+        if table.get(key) is full:
+            table[key] = sharded
+
+
+def restore_functional_params(handle: FlatParamHandle) -> None:
+    """Register the foreign tensors again, and forget them."""
+    # When ``functional_call`` ends, torch copies the tensors that the modules show into
+    # the caller's dict, so the modules must not show this rank's shards.
+    for at, found in handle.running.foreign.items():
+        handle.layout.tables[at][handle.layout.keys[at]] = found
+    handle.running.foreign = {}
+
+
+@contextmanager
+def functional_params_aside(handle: FlatParamHandle) -> Iterator[None]:
+    """Register the unit's own leaves while the block runs."""
+    # ``functional_call`` of the outermost module has registered its tensors already. A
+    # sharded unit takes no ``nn.Parameter`` for one: it may be a replacement.
+    own = handle.form.placed if handle.is_full else handle.layout.sharded_placed
+    aside = []
+    for (table, key, sharded, full), leaf in zip(handle.swaps, own, strict=True):
+        found = table.get(key)
+        if found is sharded or found is full or not isinstance(found, Tensor):
+            continue
+        if handle.is_full or not isinstance(found, nn.Parameter):
+            aside.append((table, key, found))
+            table[key] = leaf
+    try:
+        yield
+    finally:
+        for table, key, found in aside:
+            table[key] = found
+
+
+def will_be_full(handle: FlatParamHandle) -> bool:
+    """Return whether ``functional_call`` runs and will register full leaves again."""
+    running, layout = handle.running, handle.layout
+    shown = [table.get(key) for table, key, *_ in handle.swaps]
+    if any(shown[at] is not found for at, found in running.foreign.items()):
+        running.foreign = {}
+    own = {*map(id, layout.sharded_placed), *map(id, handle.form.placed), id(None)}
+    if not handle.is_full or own.issuperset(map(id, shown)):
+        return False
+    return running.over_full or not running.foreign
+
+
+# ---- writes to shards ----------------------------------------------------------
+#
+# A fused optimizer kernel writes parameters without incrementing their version
+# counters. A unit whose full parameters are kept over a step therefore counts optimizer
+# steps as well. Counting starts when the first unit is kept.
+
+_watching = False
+
+
+def written(layout: UnitLayout) -> int:
+    """Return a number that grows with every write to a sharded leaf; -1 if on meta."""
+    return -1 if layout.on_meta else sum(map(version_of, layout.sharded_placed))
+
+
+def start_counting_steps() -> None:
+    """Count optimizer steps from now on."""
+    # Without kept units the counts are not needed, and steps skip the counting.
+    global _watching
+    _watching = True
+
+
+def is_counting_steps() -> bool:
+    """Return whether step counting was started."""
+    return _watching
+
+
+def count_step(handles: Iterable[weakref.ref[FlatParamHandle]]) -> None:
+    """Count an optimizer step for each unit in ``handles``."""
+    # A dead reference belongs to a model that was deleted.
+    for link in handles:
+        handle = link()
+        if handle is not None:
+            handle.writes.steps += 1

@@ -23,7 +23,7 @@ from composable_fsdp.naming import join_name, strip_wrapper
 from composable_fsdp.optim.flat_state import originals
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.planning import walk
-from composable_fsdp.tree.meeting import meet_over
+from composable_fsdp.tree.root import meet_over
 from composable_fsdp.tree.state import _FSDPState
 
 Group = dict[str, Any]

@@ -28,9 +28,13 @@ from composable_fsdp.flat.flat_parameter import (
     move_own_gradients,
 )
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
-from composable_fsdp.flat.param_paths import param_path, slot_path
-from composable_fsdp.flat.param_ref import originals_by_vars, param_ref
-from composable_fsdp.flat.replaced_params import successor
+from composable_fsdp.flat.param_ref import (
+    originals_by_vars,
+    param_path,
+    param_ref,
+    slot_path,
+    successor,
+)
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase
 from composable_fsdp.tree.unit_settings import IGNORED

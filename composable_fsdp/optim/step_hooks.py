@@ -23,8 +23,8 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.gradients import has_arrived
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, find_leaf
-from composable_fsdp.flat.replaced_params import times_replaced
-from composable_fsdp.flat.step_counts import count_step, is_counting_steps
+from composable_fsdp.flat.param_ref import times_replaced
+from composable_fsdp.flat.residency import count_step, is_counting_steps
 from composable_fsdp.naming import listed
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import (

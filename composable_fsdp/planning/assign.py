@@ -95,11 +95,16 @@ def make_request(
             f"tied_params expects 'error' or 'promote', got {tied_params!r}."
         )
     alone = [each for each in ignored_states if isinstance(each, nn.Parameter)]
-    tops = [each for each in ignored_states if isinstance(each, nn.Module)]
+    tops = [each for each in ignored_states if not isinstance(each, nn.Parameter)]
     return PlanRequest(
         options,
         world_size,
-        ignored_modules=walk.subtrees([*ignored_modules, *tops]),
+        # No call without need: each unit of a model may have a call of its own.
+        ignored_modules=(
+            walk.subtrees([*ignored_modules, *tops])
+            if ignored_modules or tops
+            else frozenset()
+        ),
         ignored_parameters=frozenset(map(id, alone)),
         tied_params=tied_params,
         **others,
@@ -113,13 +118,31 @@ An entry is (index of the unit, number of characters of the name of its module).
 """
 
 
-class Occurrence(NamedTuple):
-    """A place of a parameter, with the units that enclose it on this path."""
+class Holder(NamedTuple):
+    """A module that holds parameters, on one path, with the units that enclose it."""
 
     chain: Chain
-    fqn: str
+    prefix: str
+    """The beginning of its parameters' names: "", or its name and a dot."""
     module: nn.Module
-    name: str
+
+    @property
+    def unit(self) -> int:
+        """Index of the nearest enclosing unit."""
+        return self.chain[-1][0]
+
+    def prefix_in(self, unit: int) -> str:
+        """Return the beginning of names from the module of ``unit``."""
+        # A unit's module that is reachable along two paths has two names; the chain has
+        # the length of the name on this path.
+        for index, length in reversed(self.chain):
+            if index == unit:
+                return self.prefix[length + 1 :] if length else self.prefix
+        raise AssertionError(f"{self.prefix} is not below unit {unit}")
+
+
+Occurrence = tuple[Holder, str]
+"""A place of a parameter: the module, and the key in ``module._parameters``."""
 
 
 @dataclass(slots=True)
@@ -154,7 +177,7 @@ def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Uni
     units, found = done.units, done.found
     # Comparing intervals sorts all parameters; the cheap test on storages comes first.
     if share_storage([parameter for parameter, _ in found.values()]):
-        refuse_overlapping_storage([(o[0].fqn, p) for p, o in found.values()])
+        refuse_overlapping_storage([(_path(o[0]), p) for p, o in found.values()])
     # With a single unit, as in a call per block, every parameter belongs to unit 0.
     if len(units) == 1:
         units[0].parameters.extend(found.values())
@@ -162,6 +185,12 @@ def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Uni
     for parameter, places in found.values():
         units[_unit_of(places, units, request)].parameters.append((parameter, places))
     return units
+
+
+def _path(place: Occurrence) -> str:
+    """Return the name of a parameter from the module that is planned."""
+    holder, name = place
+    return holder.prefix + name
 
 
 _IGNORED_ITSELF = (
@@ -289,12 +318,17 @@ class _Walk:
         nearest = self.units[chain[-1][0]]
         nearest.members.append(module)
         if module not in self.request.ignored_modules:
-            self._note_parameters(module, fqn, chain)
+            # Few classes can be refused, and the test saves a call per module.
+            if isinstance(module, SUSPECT):
+                refuse_module(module, fqn)
+            if module._parameters:
+                self._note_parameters(Holder(chain, f"{fqn}." if fqn else "", module))
         for path, child in walk.below(fqn, module) if module._modules else ():
             incompatible, foreign = other_apis(child)
             if foreign:
                 raise _foreign(path, foreign)
-            below = get_state(child, API) if REGISTRY_KEY in vars(child) else None
+            marked = REGISTRY_KEY in child.__dict__
+            below = get_state(child, API) if marked else None
             # The contract has registered a state on the modules of this call, too.
             if below is not None and id(child) not in self.index_of:
                 nearest.units_below.append(below)
@@ -312,33 +346,27 @@ class _Walk:
         self.units.append(Unit(fqn, made, options, parent))
         return index
 
-    def _note_parameters(self, module: nn.Module, fqn: str, chain: Chain) -> None:
+    def _note_parameters(self, holder: Holder) -> None:
         """Add the module's own parameters; refuse those that cannot be sharded."""
-        # Only few classes can be refused; the isinstance test saves a call per module.
-        if isinstance(module, SUSPECT):
-            refuse_module(module, fqn)
-        prefix = f"{fqn}." if fqn else ""
         request, found = self.request, self.found
-        for name, parameter in module._parameters.items():
+        for name, parameter in holder.module._parameters.items():
             key = id(parameter)
             if parameter is None or key in request.ignored_parameters:
                 continue
-            where = prefix + name
             if key in request.held and (owner := request.owner_of(parameter)):
-                raise _tied_across_calls(where, owner, module)
+                raise _tied_across_calls(holder.prefix + name, owner, holder.module)
             # Nearly all parameters need no call.
             if (
                 type(parameter) is not nn.Parameter
                 or parameter.dtype not in WIDE
                 or parameter.layout is not torch.strided
             ):
-                refuse_parameter(parameter, where)
-            place = Occurrence(chain, where, module, name)
+                refuse_parameter(parameter, holder.prefix + name)
             # Tied parameters are the same object, so the id identifies a parameter.
             if key in found:
-                found[key][1].append(place)
+                found[key][1].append((holder, name))
             else:
-                found[key] = (parameter, [place])
+                found[key] = (parameter, [(holder, name)])
 
     def _refuse_outside_use(self, fqn: str, module: nn.Module) -> frozenset[nn.Module]:
         """Return a skipped subtree, unless it uses a parameter that a unit shards.
@@ -352,7 +380,7 @@ class _Walk:
         for inner in walk.modules(module):
             for name, parameter in inner._parameters.items():
                 known = self.found.get(id(parameter))
-                owner = quoted(known[1][0].fqn) if known else None
+                owner = quoted(_path(known[1][0])) if known else None
                 if not known and parameter is not None and inner not in units:
                     owner = request.owner_of(parameter)
                 if owner is None:
@@ -384,32 +412,31 @@ def _unit_of(places: list[Occurrence], units: list[Unit], request: PlanRequest) 
     Raises: PlanError, if the places are in several units and ``tied_params`` is
     "error".
     """
-    if len(places) == 1:
-        return places[0].chain[-1][0]
-    nearest = {place.chain[-1][0] for place in places}
+    first, *others = places
+    if not others:
+        return first[0].unit
+    nearest = {holder.unit for holder, _ in places}
     if len(nearest) == 1:
         return nearest.pop()
     if request.tied_params == "promote":
         common = 0
         # The chains start at the root; the last common entry is the lowest common unit.
-        for steps in zip(*(place.chain for place in places), strict=False):
+        for steps in zip(*(holder.chain for holder, _ in places), strict=False):
             if len({index for index, _ in steps}) > 1:
                 break
             common = steps[0][0]
         return common
-    first = places[0]
-    other = next(p for p in places if p.chain[-1][0] != first.chain[-1][0])
-    paths = zip(*(place.fqn.split(".")[:-1] for place in places), strict=False)
+    other = next(place for place in others if place[0].unit != first[0].unit)
+    paths = zip(*(_path(place).split(".")[:-1] for place in places), strict=False)
     shared: list[str] = []
     for parts in paths:
         if len(set(parts)) > 1:
             break
         shared.append(parts[0])
     raise PlanError(
-        f"Parameter {quoted(first.fqn)} of unit "
-        f"{quoted(units[first.chain[-1][0]].fqn)} "
-        f"is the same object as {quoted(other.fqn)} of unit "
-        f"{quoted(units[other.chain[-1][0]].fqn)}: one unit would gather it and both "
+        f"Parameter {quoted(_path(first))} of unit {quoted(units[first[0].unit].fqn)} "
+        f"is the same object as {quoted(_path(other))} of unit "
+        f"{quoted(units[other[0].unit].fqn)}: one unit would gather it and both "
         f"would use it. Their lowest common ancestor is {quoted('.'.join(shared))}: "
         "shard that module as one unit and leave the two out of the policy, or pass "
         "tied_params='promote' to keep the parameter in the unit that holds both."

@@ -18,20 +18,15 @@ every block, so each shard boundary falls between two blocks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
 import torch
 
 from composable_fsdp.comm.wire_format import Matrix, WireFormat, WireLayout
-from composable_fsdp.planning.partition import pack, pack_whole, partition
-
-LAUNCH_BYTES = 64 * 1024
-"""Padding, in bytes of the whole buffer, that saving a kernel launch is worth."""
 
 
 class Whole(NamedTuple):
@@ -114,12 +109,13 @@ class Cuts(NamedTuple):
 
     Args:
         sizes: elements per piece.
-        parameters: ``parameters[i]`` is the index of the piece of parameter *i*.
+        parameters: of each parameter, the index of its piece and its shape in the
+            buffer; None for the shape of a vector, which the piece has already.
         gaps: indices of the pieces that are padding.
     """
 
     sizes: tuple[int, ...]
-    parameters: tuple[int, ...]
+    parameters: tuple[tuple[int, tuple[int, ...] | None], ...]
     gaps: tuple[int, ...]
 
 
@@ -129,14 +125,12 @@ class ShardCuts(NamedTuple):
     Args:
         parts: per parameter, (start, stop, offset): elements ``[start, stop)`` of the
             parameter lie at ``offset`` of the shard.
-        cuts: sizes of the pieces of the shard.
-        shapes: per parameter, the shape of the sharded parameter.
+        cuts: sizes of the pieces of the shard, and the shapes of sharded parameters.
         absent: indices of parameters with elements on other ranks only.
     """
 
     parts: tuple[tuple[int, int, int], ...]
     cuts: Cuts
-    shapes: tuple[tuple[int, ...], ...]
     absent: tuple[int, ...]
 
 
@@ -236,7 +230,9 @@ class RegionLayout:
         """The cuts of the buffer into parameters and padding, for a single split."""
         # A single split makes all views of the buffer, instead of a slice per
         # parameter.
-        return _cut([(s.offset, s.numel) for s in self.parameters], self.padded_numel)
+        return _cut(
+            [(s.offset, s.numel, s.shape) for s in self.parameters], self.padded_numel
+        )
 
     @cached_property
     def indices(self) -> tuple[int, ...]:
@@ -248,11 +244,6 @@ class RegionLayout:
         """Whether no parameter is cut by tensor parallelism, so none has a form."""
         return all(slot.whole is None for slot in self.parameters)
 
-    def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Return the intervals of the buffer that hold padding, in memory order."""
-        sizes, ends = self.cuts.sizes, list(accumulate(self.cuts.sizes))
-        return tuple((ends[i] - sizes[i], ends[i]) for i in self.cuts.gaps)
-
     def shard_cuts(self, rank: int, *, rows: bool) -> ShardCuts:
         """Return the cuts of ``rank``'s shard into parts of parameters and padding."""
         # Units of equal shapes share a layout, so the cuts are computed once for all.
@@ -262,17 +253,19 @@ class RegionLayout:
             parts = [
                 (*self.interval(s, rank), self.shard_offset(s, rank)) for s in slots
             ]
-            known = self._shard_cuts[rank, rows] = ShardCuts(
-                tuple(parts),
-                _cut(
-                    [(at, stop - start) for start, stop, at in parts], self.shard_numel
-                ),
-                tuple(
+            held = [
+                (
+                    at,
+                    stop - start,
                     sharded_shape(
                         s.shape, stop - start, rows=rows, world_size=self.world_size
-                    )
-                    for s, (start, stop, _) in zip(slots, parts, strict=True)
-                ),
+                    ),
+                )
+                for s, (start, stop, at) in zip(slots, parts, strict=True)
+            ]
+            known = self._shard_cuts[rank, rows] = ShardCuts(
+                tuple(parts),
+                _cut(held, self.shard_numel),
                 # An empty parameter is absent nowhere: no rank holds an element.
                 tuple(
                     i
@@ -293,20 +286,20 @@ class RegionLayout:
         return self.padded_numel * self.dtype.itemsize
 
 
-def _cut(held: Sequence[tuple[int, int]], numel: int) -> Cuts:
-    """Cut ``numel`` elements into the intervals ``held`` and the padding between."""
+def _cut(held: Sequence[tuple[int, int, tuple[int, ...]]], numel: int) -> Cuts:
+    """Cut ``numel`` elements into the parts ``held`` and the padding between."""
     sizes: list[int] = []
-    parameters: list[int] = []
+    parameters: list[tuple[int, tuple[int, ...] | None]] = []
     gaps: list[int] = []
     end = 0
-    for offset, size in held:
+    for offset, size, shape in held:
         # An empty interval may have offset 0 and needs no gap: the test is ``>``, not
         # ``!=``.
         if offset > end:
             gaps.append(len(sizes))
             sizes.append(offset - end)
             end = offset
-        parameters.append(len(sizes))
+        parameters.append((len(sizes), shape if len(shape) != 1 else None))
         sizes.append(size)
         end += size
     if numel > end:
@@ -345,96 +338,3 @@ def sharded_shape(
     width = prod(trailing)
     # With a trailing dim of size 0 there are no elements, so every rank has 0 rows.
     return (numel // width if width else 0, *trailing)
-
-
-def plan_regions(
-    specs: Iterable[ParameterSpec], *, world_size: int, launch_bytes: int = LAUNCH_BYTES
-) -> tuple[RegionLayout, ...]:
-    """Lay out the parameters of a unit over ``world_size`` ranks."""
-    specs = tuple(specs)
-    if any(spec.group is not None for spec in specs):
-        # A group is any object of the user's, and the cache would keep this object
-        # alive.
-        return _plan_regions.__wrapped__(specs, world_size, launch_bytes)
-    return _plan_regions(specs, world_size, launch_bytes)
-
-
-@lru_cache(maxsize=4096)
-def _plan_regions(
-    specs: tuple[ParameterSpec, ...], world_size: int, launch_bytes: int
-) -> tuple[RegionLayout, ...]:
-    """Lay out the parameters of a unit; equal arguments return the same layouts."""
-    # All parameters of a flat buffer have the same dtype and the same
-    # ``requires_grad``.
-    groups: dict[tuple[torch.dtype, bool, Hashable, WireFormat | None], list[int]] = {}
-    for index, spec in enumerate(specs):
-        kind = (spec.dtype, spec.trainable, spec.group, spec.wire)
-        groups.setdefault(kind, []).append(index)
-    regions: list[RegionLayout] = []
-    for (dtype, trainable, group, wire), members in groups.items():
-        # Blocks of a wire format are intervals of the buffer that no boundary may cut.
-        grid, item = wire.grid if wire else 1, dtype.itemsize
-        whole, cut = _uncut(specs, members, world_size)
-        # A shard group of one rank has no boundary that could cut a block.
-        key = tuple(
-            (specs[i].numel, specs[i].block if world_size > 1 else 1) for i in cut
-        )
-        packed = []
-        # With several block classes (rows of 768, rows of 3072, single elements) shards
-        # are multiples of the LCM, and padding grows quickly with many ranks; a region
-        # per class costs an additional launch instead.
-        for chosen in partition(key, item, world_size, launch_bytes, grid):
-            packing = pack(tuple(key[i] for i in chosen), item, world_size, grid)
-            packed.append(([(cut[i], *key[i]) for i in chosen], packing))
-        if whole:
-            sizes = tuple(specs[i].numel for i in whole)
-            held = [(i, specs[i].numel, max(specs[i].numel, 1)) for i in whole]
-            packed.append((held, pack_whole(sizes, item, world_size, grid)))
-            # In the order of their first parameter.
-            packed.sort(key=lambda each: min(i for i, _, _ in each[0]))
-        for placed, packing in packed:
-            slots = [
-                ParameterSlot(
-                    specs[i].fqns,
-                    specs[i].shape,
-                    numel,
-                    block,
-                    offset,
-                    i,
-                    specs[i].whole,
-                    specs[i].strides,
-                )
-                for (i, numel, block), offset in zip(
-                    placed, packing.offsets, strict=True
-                )
-            ]
-            # By numel as well: an empty parameter precedes the parameter at the same
-            # offset.
-            slots.sort(key=lambda slot: (slot.offset, slot.numel))
-            layout = RegionLayout(
-                dtype=dtype,
-                trainable=trainable,
-                block=packing.block,
-                world_size=world_size,
-                numel=sum(slot.numel for slot in slots),
-                padded_numel=packing.shard_numel * world_size,
-                shard_numel=packing.shard_numel,
-                parameters=tuple(slots),
-                group=group,
-                wire=wire,
-            )
-            regions.append(layout)
-    return tuple(regions)
-
-
-def _uncut(
-    specs: Sequence[ParameterSpec], members: Sequence[int], world_size: int
-) -> tuple[list[int], list[int]]:
-    """Return the members that lie on a single rank each, and the others."""
-    total = sum(specs[i].numel for i in members)
-    # A larger parameter would leave the other ranks with padding of its size.
-    share = -(-total // world_size)
-    # A single rank holds everything, and nothing is cut.
-    whole = [i for i in members if specs[i].uncut and specs[i].numel <= share]
-    chosen = set(whole) if world_size > 1 else set()
-    return [i for i in whole if i in chosen], [i for i in members if i not in chosen]

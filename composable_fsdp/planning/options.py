@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
+from types import NoneType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -55,12 +56,6 @@ class Dtypes(NamedTuple):
 CHECKS = ("warn", "error", "off")
 """Values of ``check_weights``: what happens if ranks shard different weights."""
 
-_ENUMS: tuple[tuple[str, type[Enum]], ...] = (
-    ("strategy", ShardingStrategy),
-    ("block", Block),
-    ("backward_prefetch", BackwardPrefetch),
-)
-
 
 @dataclass(frozen=True, slots=True)
 class UnitOptions:
@@ -84,19 +79,19 @@ class UnitOptions:
     arena: Arena | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in _ENUMS:
-            value = getattr(self, name)
-            if isinstance(value, (kind, RowBlock) if name == "block" else kind):
-                continue
-            if value is None and name == "backward_prefetch":
-                continue
-            # The dataclass is frozen.
-            object.__setattr__(self, name, by_name(kind, value, argument=name))
-        for name, form in (
-            ("mixed_precision", MixedPrecision),
-            ("cpu_offload", CPUOffload),
+        # Most values are of our own types: no call for these, in each ``fully_shard``.
+        for name, chosen, kind, also in (
+            ("strategy", self.strategy, ShardingStrategy, None),
+            ("block", self.block, Block, RowBlock),
+            ("backward_prefetch", self.backward_prefetch, BackwardPrefetch, NoneType),
         ):
-            given = getattr(self, name)
+            if type(chosen) is not kind and type(chosen) is not also:
+                # The dataclass is frozen.
+                object.__setattr__(self, name, by_name(kind, chosen, argument=name))
+        for name, form, given in (
+            ("mixed_precision", MixedPrecision, self.mixed_precision),
+            ("cpu_offload", CPUOffload, self.cpu_offload),
+        ):
             if given is not None:
                 own = by_fields(form, given, argument=name)
                 object.__setattr__(self, name, own)
@@ -105,8 +100,14 @@ class UnitOptions:
                 "group_by expects a function of a parameter's name and the parameter, "
                 f"got {self.group_by!r}."
             )
-        for name in ("forward_prefetch", "limit_all_gathers", "use_orig_params"):
-            require_bool(getattr(self, name), name)
+        flags: tuple[tuple[str, object], ...] = (
+            ("forward_prefetch", self.forward_prefetch),
+            ("limit_all_gathers", self.limit_all_gathers),
+            ("use_orig_params", self.use_orig_params),
+        )
+        for flag, value in flags:
+            if type(value) is not bool:
+                require_bool(value, flag)
         if self.wire is not None:
             self._require_wire(self.wire)
         if self.arena is not None:

@@ -1,12 +1,20 @@
-"""Packs parameters into flat buffers, with the cheapest partition of block classes."""
+"""Makes the layout of a unit: regions, of the cheapest partition of block classes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
-from math import gcd
+from math import lcm
+
+import torch
+
+from composable_fsdp.comm.wire_format import WireFormat
+from composable_fsdp.planning.layout import ParameterSlot, ParameterSpec, RegionLayout
+
+LAUNCH_BYTES = 64 * 1024
+"""Padding, in bytes of the whole buffer, that saving a kernel launch is worth."""
 
 # At other addresses NCCL leaves its vectorized path (pytorch#195450).
 SHARD_ALIGNMENT = 16
@@ -46,17 +54,17 @@ def pack(members: Members, itemsize: int, world_size: int, grid: int = 1) -> Pac
     # behind them with few gaps.
     order = sorted(range(len(members)), key=lambda i: (-members[i][1], i))
     offsets = [0] * len(members)
-    end, grid = 0, _lcm(align, grid)
+    end, grid = 0, lcm(align, grid)
     for i in order:
         numel, block = members[i]
         # At a multiple of the block, so that shard boundaries fall between blocks, and
         # of 16 bytes, because the full parameter is a view at this offset.
-        offsets[i] = _round_up(end, _lcm(block, align))
+        offsets[i] = round_up(end, lcm(block, align))
         end = offsets[i] + numel
         # An empty parameter has no block that a boundary could cut.
-        grid = _lcm(grid, block) if numel else grid
+        grid = lcm(grid, block) if numel else grid
     # The shard size is a multiple of every block, so each boundary is, too.
-    shard_numel = _round_up(-(-end // world_size), grid)
+    shard_numel = round_up(-(-end // world_size), grid)
     padding = shard_numel * world_size - sum(numel for numel, _ in members)
     return Packing(tuple(offsets), shard_numel, grid, padding)
 
@@ -73,9 +81,9 @@ def pack_whole(
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         end, rank = heappop(ranks)
         placed[i] = rank, end
-        heappush(ranks, (_round_up(end + sizes[i], align), rank))
-    block = _lcm(align, grid)
-    shard_numel = _round_up(max(end for end, _ in ranks), block)
+        heappush(ranks, (round_up(end + sizes[i], align), rank))
+    block = lcm(align, grid)
+    shard_numel = round_up(max(end for end, _ in ranks), block)
     offsets = tuple(rank * shard_numel + end for rank, end in placed)
     padding = shard_numel * world_size - sum(sizes)
     return Packing(offsets, shard_numel, block, padding)
@@ -158,11 +166,98 @@ def _greedy(
     return groups
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     """Return the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
-def _lcm(a: int, b: int) -> int:
-    """Return the least common multiple."""
-    return a * b // gcd(a, b)
+def plan_regions(
+    specs: Iterable[ParameterSpec], *, world_size: int, launch_bytes: int = LAUNCH_BYTES
+) -> tuple[RegionLayout, ...]:
+    """Lay out the parameters of a unit over ``world_size`` ranks."""
+    specs = tuple(specs)
+    if any(spec.group is not None for spec in specs):
+        # A group is any object of the user's, and the cache would keep this object
+        # alive.
+        return _plan_regions.__wrapped__(specs, world_size, launch_bytes)
+    return _plan_regions(specs, world_size, launch_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _plan_regions(
+    specs: tuple[ParameterSpec, ...], world_size: int, launch_bytes: int
+) -> tuple[RegionLayout, ...]:
+    """Lay out the parameters of a unit; equal arguments return the same layouts."""
+    # All parameters of a flat buffer have the same dtype and the same
+    # ``requires_grad``.
+    groups: dict[tuple[torch.dtype, bool, Hashable, WireFormat | None], list[int]] = {}
+    for index, spec in enumerate(specs):
+        kind = (spec.dtype, spec.trainable, spec.group, spec.wire)
+        groups.setdefault(kind, []).append(index)
+    regions: list[RegionLayout] = []
+    for (dtype, trainable, group, wire), members in groups.items():
+        # Blocks of a wire format are intervals of the buffer that no boundary may cut.
+        grid, item = wire.grid if wire else 1, dtype.itemsize
+        alone, cut = _uncut(specs, members, world_size)
+        # A shard group of one rank has no boundary that could cut a block.
+        key = tuple(
+            (specs[i].numel, specs[i].block if world_size > 1 else 1) for i in cut
+        )
+        packed = []
+        # With several block classes (rows of 768, rows of 3072, single elements) shards
+        # are multiples of the LCM, and padding grows quickly with many ranks; a region
+        # per class costs an additional launch instead.
+        for chosen in partition(key, item, world_size, launch_bytes, grid):
+            packing = pack(tuple(key[i] for i in chosen), item, world_size, grid)
+            packed.append(([(cut[i], *key[i]) for i in chosen], packing))
+        if alone:
+            sizes = tuple(specs[i].numel for i in alone)
+            held = [(i, specs[i].numel, max(specs[i].numel, 1)) for i in alone]
+            packed.append((held, pack_whole(sizes, item, world_size, grid)))
+            # In the order of their first parameter.
+            packed.sort(key=lambda each: min(i for i, _, _ in each[0]))
+        for placed, packing in packed:
+            slots = [
+                ParameterSlot(
+                    specs[i].fqns,
+                    specs[i].shape,
+                    numel,
+                    block,
+                    offset,
+                    i,
+                    specs[i].whole,
+                    specs[i].strides,
+                )
+                for (i, numel, block), offset in zip(
+                    placed, packing.offsets, strict=True
+                )
+            ]
+            # By numel as well: an empty parameter precedes the parameter at the same
+            # offset.
+            slots.sort(key=lambda slot: (slot.offset, slot.numel))
+            layout = RegionLayout(
+                dtype=dtype,
+                trainable=trainable,
+                block=packing.block,
+                world_size=world_size,
+                numel=sum(slot.numel for slot in slots),
+                padded_numel=packing.shard_numel * world_size,
+                shard_numel=packing.shard_numel,
+                parameters=tuple(slots),
+                group=group,
+                wire=wire,
+            )
+            regions.append(layout)
+    return tuple(regions)
+
+
+def _uncut(
+    specs: Sequence[ParameterSpec], members: Sequence[int], world_size: int
+) -> tuple[list[int], list[int]]:
+    """Return the members that lie on a single rank each, and the others."""
+    if world_size == 1:  # holds everything, and nothing is cut
+        return [], list(members)
+    # A larger parameter would leave the other ranks with padding of its size.
+    share = -(-sum(specs[i].numel for i in members) // world_size)
+    alone = {i for i in members if specs[i].uncut and specs[i].numel <= share}
+    return sorted(alone), [i for i in members if i not in alone]

@@ -8,20 +8,21 @@ Planning runs every check before any tensor moves, so a refused model stays unch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from composable_fsdp.comm.groups import group_sizes
+from composable_fsdp.comm.nodes import group_sizes
+from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.naming import join_name
 from composable_fsdp.planning.assign import Occurrence, PlanRequest, Unit, assign_units
 from composable_fsdp.planning.checks import group_of
 from composable_fsdp.planning.dtensors import local_of, whole_of
-from composable_fsdp.planning.layout import plan_regions
 from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.planning.partition import plan_regions
 from composable_fsdp.planning.unit_plan import Place, UnitPlan, padding_notes
 
 
@@ -55,7 +56,14 @@ def plan_targets(
     """
     units = assign_units(modules, request)
     notes: list[str] = []
-    targets = tuple([_target(i, unit, request, notes) for i, unit in enumerate(units)])
+    sizes = request.sizes or partial(group_sizes, world_size=request.world_size)
+    has_others = len(units) > 1
+    targets = tuple(
+        [
+            _target(i, unit, sizes, notes, has_others=has_others)
+            for i, unit in enumerate(units)
+        ]
+    )
     return targets, tuple(notes)
 
 
@@ -74,45 +82,46 @@ _Known = tuple[Any, ...]
 and the other arguments of ``UnitOptions.spec``."""
 
 
-def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> Target:
+def _target(
+    index: int,
+    unit: Unit,
+    sizes: Callable[[ShardingStrategy], tuple[int, int]],
+    notes: list[str],
+    *,
+    has_others: bool,
+) -> Target:
     """Build the ``Target`` of unit ``index``; append its warnings to ``notes``."""
-    sizes = request.sizes or partial(group_sizes, world_size=request.world_size)
     by = unit.options.group_by
-    known: list[_Known] = []
-    owners: list[tuple[nn.Module, ...]] = []
+    facts: list[tuple[_Known, tuple[nn.Module, ...]]] = []
     for parameter, occurrences in unit.parameters:
-        first = occurrences[0]
-        # Nearly every parameter has one place, and most units are at the root of the
-        # walk, from where names are relative already.
-        if len(occurrences) == 1 and len(first.chain) == 1:
-            names: tuple[str, ...] = (first.fqn,)
-            places: tuple[tuple[str, str], ...] = ((first.fqn, first.name),)
-            held_by: tuple[nn.Module, ...] = (first.module,)
+        (holder, name), *others = occurrences
+        # Nearly every parameter has one place.
+        if others:
+            names, places, owners = _places(occurrences, index)
         else:
-            names, places, held_by = _places(occurrences, index)
-        owners.append(held_by)
+            fqn = (holder.prefix_in(index) if has_others else holder.prefix) + name
+            names, places, owners = (fqn,), ((fqn, name),), (holder.module,)
         is_plain = type(parameter) is nn.Parameter
-        known.append(
-            (
-                names,
-                places,
-                # Of a DTensor, the plan lays out this rank's rectangle.
-                parameter.shape if is_plain else local_of(parameter).shape,
-                parameter.dtype,
-                parameter.requires_grad,
-                by and group_of(by, join_name(unit.fqn, names[0]), parameter),
-                None if is_plain else whole_of(parameter),
-                # No question to most parameters.
-                _channels_last(parameter) if is_plain and parameter.dim() > 3 else None,
-            )
+        known = (
+            names,
+            places,
+            # Of a DTensor, the plan lays out this rank's rectangle.
+            parameter.shape if is_plain else local_of(parameter).shape,
+            parameter.dtype,
+            parameter.requires_grad,
+            by and group_of(by, join_name(unit.fqn, names[0]), parameter),
+            None if is_plain else whole_of(parameter),
+            # Only a parameter of images can be channels_last: no call for the others.
+            _channels_last(parameter) if is_plain and parameter.ndim > 3 else None,
         )
+        facts.append((known, owners))
     # The cache keeps all arguments alive, and with ``group_by`` perhaps the model.
     build_unit = _build if by is None else _build.__wrapped__
     build = build_unit(
         unit.fqn,
         type(unit.modules[0]).__name__,
         unit.options,
-        tuple(known),
+        tuple([known for known, _ in facts]),
         sizes(unit.options.strategy),
     )
     notes.extend(build.notes)
@@ -122,7 +131,7 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
         tuple(unit.members),
         tuple([tuple([unit.parameters[i][0] for i in r]) for r in build.order]),
         build.places,
-        tuple([owner for r in build.order for i in r for owner in owners[i]]),
+        tuple([owner for r in build.order for i in r for owner in facts[i][1]]),
         unit.parent,
         tuple(unit.units_below),
     )
@@ -155,7 +164,7 @@ def _build(
     # Regions sort their slots; ``order`` maps the slots back to the walk's order.
     order = tuple([region.indices for region in regions])
     places = [
-        Place(name, key, parameters[i][0][0], i)
+        Place(name, key, i)
         for region in order
         for i in region
         for name, key in parameters[i][1]
@@ -163,25 +172,20 @@ def _build(
     return _Build(plan, order, tuple(places), tuple(padding_notes(plan)))
 
 
+_Names = tuple[str, ...]
+_Places = tuple[tuple[str, str], ...]
+
+
 def _places(
     occurrences: list[Occurrence], index: int
-) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[nn.Module, ...]]:
+) -> tuple[_Names, _Places, tuple[nn.Module, ...]]:
     """Return a parameter's names from its unit, its places, and each place's owner."""
-    names = dict.fromkeys(_relative(o, index) for o in occurrences)
     # A module that is reachable along two paths is one place with two names.
+    names: dict[str, None] = {}
     places: dict[tuple[int, str], tuple[tuple[str, str], nn.Module]] = {}
-    for o in occurrences:
-        key = (id(o.module), o.name)
-        places.setdefault(key, ((_relative(o, index), o.name), o.module))
+    for holder, name in occurrences:
+        fqn = holder.prefix_in(index) + name
+        names[fqn] = None
+        places.setdefault((id(holder.module), name), ((fqn, name), holder.module))
     found, owners = zip(*places.values(), strict=True)
     return tuple(names), found, owners
-
-
-def _relative(place: Occurrence, index: int) -> str:
-    """Return the name of ``place`` from the module of unit ``index``."""
-    # A unit's module that is reachable along two paths has two names; the chain has
-    # the length of the name on this path.
-    for unit, length in place.chain[::-1]:
-        if unit == index:
-            return place.fqn[length + 1 :] if length else place.fqn
-    raise AssertionError(f"{place.fqn} is not below unit {index}")

@@ -15,7 +15,7 @@ from dataclasses import replace
 from math import lcm
 
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
-from composable_fsdp.planning.partition import SHARD_ALIGNMENT
+from composable_fsdp.planning.partition import SHARD_ALIGNMENT, round_up
 
 
 def split_region(
@@ -67,7 +67,7 @@ def _size(layout: RegionLayout, slots: list[ParameterSlot], unit: int) -> int:
     # Blocks of a wire format are cut by no shard boundary; ``layout.shard_numel`` is a
     # multiple of them, so the new shard is not larger.
     grid = layout.wire.grid if layout.wire else 1
-    return _up(max(needed, default=0), lcm(unit, grid))
+    return round_up(max(needed, default=0), lcm(unit, grid))
 
 
 def _needed(
@@ -79,7 +79,7 @@ def _needed(
         start, stop = layout.interval(slot, rank)
         # Ranks without elements of the parameter need no space.
         if stop > start:
-            total = _up(total, unit) + stop - start
+            total = round_up(total, unit) + stop - start
     return total
 
 
@@ -105,12 +105,7 @@ def _place(
             else:
                 # The parameter lies on a single rank: place it behind the previous
                 # part, and not before the start of this rank's shard.
-                offset = max(_up(end, unit), first * size)
+                offset = max(round_up(end, unit), first * size)
         placed.append(replace(slot, offset=offset))
         end = offset + slot.numel
     return placed
-
-
-def _up(value: int, unit: int) -> int:
-    """Return the smallest multiple of ``unit`` that is at least ``value``."""
-    return -(-value // unit) * unit

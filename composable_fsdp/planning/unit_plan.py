@@ -17,8 +17,6 @@ class Place(NamedTuple):
     """The parameter's name at this place, from the unit's module."""
     name: str
     """The parameter's key in ``module._parameters``."""
-    primary: str
-    """The parameter's first name from the unit's module."""
     slot_index: int
     """Index of the parameter in the unit, whose names need not be unique."""
 

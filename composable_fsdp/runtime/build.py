@@ -8,20 +8,19 @@ from collections.abc import Callable, Container, Sequence
 import torch
 import torch.distributed as dist
 
-from composable_fsdp.comm.groups import Groups, RankLayout
-from composable_fsdp.comm.nodes import PEERLESS
+from composable_fsdp.comm.groups import PEERLESS, Groups, RankLayout
+from composable_fsdp.comm.nodes import groups_for
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.flat.build import build_handle
 from composable_fsdp.flat.param_form import NO_FORMS
-from composable_fsdp.flat.precision import make_precision
-from composable_fsdp.flat.replaced_params import record_replaced
+from composable_fsdp.flat.param_ref import record_replaced
 from composable_fsdp.flat.value_hash import hash_values, have_values
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.hooks import install_hooks
 from composable_fsdp.tree.initial_weights import InitialWeights, in_slot_order
-from composable_fsdp.tree.moments import FORMS_TAKEN
+from composable_fsdp.tree.moments import FORMS_TAKEN, UNIT_BUILT
 from composable_fsdp.tree.state import OWNERS, _FSDPState
-from composable_fsdp.tree.unit_settings import UnitSettings
+from composable_fsdp.tree.unit_settings import UnitSettings, make_precision
 
 
 def build_units(
@@ -43,7 +42,7 @@ def build_units(
         target, state = targets[index], states[index]
         if before is not None:
             before(index)
-        groups = ranks.for_strategy(target.plan.options.strategy)
+        groups = groups_for(ranks, target.plan.options.strategy)
         # The flat buffers hold plain tensors; forms know how compute sees each.
         given = target.parameters
         forms = NO_FORMS
@@ -85,8 +84,11 @@ def build_units(
             if isinstance(below, _FSDPState) and below.parent is None:
                 below._parent = weakref.ref(state)
         # Nested units were built first and own their modules already.
-        OWNERS.set(state, *target.modules, *OWNERS.without_owner(target.members))
+        owned = OWNERS.without_owner(target.members)
+        OWNERS.set(state, *owned)
         install_hooks(state)
+        for built in UNIT_BUILT:
+            built(state, owned)
     return states
 
 
@@ -99,7 +101,7 @@ def _hash_weights(target: Target, groups: Groups, *, synced: bool) -> InitialWei
     is_checked = target.plan.options.check_weights != "off" and has_others
     hashes = None
     # Without other ranks nothing is hashed: tensors may be fake then.
-    if is_checked and groups.has_peers and not synced and groups.shard is not None:
+    if is_checked and groups.has_peers and not synced and groups.shard_ref is not None:
         values = in_slot_order(target.plan.regions, target.parameters)
         if have_values(values):
             hashes = hash_values(values)

@@ -20,9 +20,13 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm.ranges import OPEN, begin_range, end_range, profiler
 from composable_fsdp.flat import residency
-from composable_fsdp.flat.functional_params import save_functional_params
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.flat.residency import NOT_GATHERED, UNSHARDED, version_of
+from composable_fsdp.flat.residency import (
+    NOT_GATHERED,
+    UNSHARDED,
+    save_functional_params,
+    version_of,
+)
 from composable_fsdp.phases import BACKWARD_PRE, FORWARD, IDLE
 from composable_fsdp.runtime.backward import Arguments, UnitForward, hook_outputs
 from composable_fsdp.runtime.graph_task import current_task

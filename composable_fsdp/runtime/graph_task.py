@@ -30,7 +30,7 @@ from composable_fsdp.flat.handle import (
     BackwardProgress,
     FlatParamHandle,
 )
-from composable_fsdp.flat.param_paths import place_path
+from composable_fsdp.flat.param_ref import place_path
 from composable_fsdp.flat.residency import SHARDED, find_unreadable, find_written
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import BACKWARD_PRE, SUMMON, Phase

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import find_param, in_model_order
-from composable_fsdp.flat.start_digest import digest_of_start
+from composable_fsdp.flat.value_hash import digest_of_start
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.tree.root import unit_paths

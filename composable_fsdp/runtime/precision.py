@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.flat.build import switch_form
 from composable_fsdp.flat.handle import NO_TASK, FullForm
-from composable_fsdp.flat.precision import switch_form
 from composable_fsdp.naming import TRANSPARENT, join_name
 from composable_fsdp.planning.walk import named
 from composable_fsdp.runtime.backward import earlier_forward

@@ -19,24 +19,23 @@ from torch import nn
 from composable_fsdp.comm.ranges import end_all_ranges
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
-from composable_fsdp.flat.changed_flags import changed_flags, common_mode
-from composable_fsdp.flat.functional_params import (
-    functional_params_aside,
-    restore_functional_params,
-    will_be_full,
-)
 from composable_fsdp.flat.gradients import free_cleared
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, FullForm
 from composable_fsdp.flat.residency import (
     COPIES_SHOWN,
     SHARDED,
     UNSHARDED,
+    functional_params_aside,
+    restore_functional_params,
     shards_are_unchanged,
+    will_be_full,
 )
+from composable_fsdp.flat.use_order import common_mode
 from composable_fsdp.runtime import graph_task, offload, reduce, threads, unshard
 from composable_fsdp.runtime.grad_hooks import make_nodes_on_current_stream
 from composable_fsdp.runtime.precision import cast_buffers, select_form
 from composable_fsdp.tree import moments
+from composable_fsdp.tree.changed_settings import changed_flags
 from composable_fsdp.tree.initial_weights import ALL_RANKS
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import (

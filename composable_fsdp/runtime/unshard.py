@@ -29,7 +29,7 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable, copy_async
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.errors import CompositionError, PhaseError
-from composable_fsdp.flat import residency, step_counts
+from composable_fsdp.flat import residency
 from composable_fsdp.flat.gradients import copy_waiting_views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.residency import (
@@ -285,7 +285,7 @@ def shard_versions(handle: FlatParamHandle) -> tuple[int, ...]:
     """Return the step count of the unit and the version of each sharded parameter."""
     # Optimizer steps are counted separately: fused kernels do not change the versions,
     # and a rank without elements of the unit sees no write.
-    step_counts.start_counting_steps()
+    residency.start_counting_steps()
     flats = handle.writes.flat_parameters
     return (handle.writes.steps, *(x._version for x in (*handle.leaves, *flats)))
 

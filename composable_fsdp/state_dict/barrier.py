@@ -6,7 +6,7 @@ from torch import nn
 
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.config import FullStateDictConfig, StateDictSettings, StateDictType
-from composable_fsdp.tree.meeting import compare_models, meet_over
+from composable_fsdp.tree.root import compare_models, meet_over
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 

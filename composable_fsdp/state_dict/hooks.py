@@ -58,25 +58,28 @@ _running: dict[_FSDPState, _Saving] = {}
 _log = logging.getLogger("composable_fsdp.state_dict")
 
 
-def install_state_dict_hooks(state: _FSDPState, members: Iterable[nn.Module]) -> None:
-    """Install the hooks on the modules of a unit, called once, at build."""
+def install_state_dict_hooks(state: _FSDPState, owned: Iterable[nn.Module]) -> None:
+    """Install the hooks on the modules that a unit owns, called once, at build."""
     # DCP's functions must be wrapped before DCP first calls a state dict of this model.
     dcp_caller.install()
     owners = set(map(id, state.handle.layout.owners))
-    for module in dict.fromkeys((*state.modules, *members)):
-        if OWNERS.get(module) is not state:
-            continue
+    for module in owned:
         # Other modules have no values of the unit in or below them.
         if module._modules or id(module) in owners or module in state.modules:
             # Direct entries, as torch's functions make them (checked on torch 2.13 and
             # 2.11), whose handles took most of the build time here.
-            module._state_dict_pre_hooks[_KEY] = _begin
-            module._state_dict_pre_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined]  # an OrderedDict
+            hooks: Any = module._state_dict_pre_hooks
+            has_others = bool(hooks)
+            hooks[_KEY] = _begin
+            if has_others:
+                hooks.move_to_end(_KEY, last=False)
             module._state_dict_hooks[_KEY] = _end
             # torch finds both on the instance, also if a class overrides them.
-            vars(module).setdefault("state_dict", MethodType(state_dict, module))
-            load = MethodType(load_from_state_dict, module)
-            vars(module).setdefault("_load_from_state_dict", load)
+            own = module.__dict__
+            if "state_dict" not in own:
+                own["state_dict"] = MethodType(state_dict, module)
+            if "_load_from_state_dict" not in own:
+                own["_load_from_state_dict"] = MethodType(load_from_state_dict, module)
 
 
 def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -199,8 +202,10 @@ def _keys(
     state: _FSDPState, module: nn.Module, prefix: str, state_dict: dict[str, Any]
 ) -> Iterator[tuple[str, int]]:
     """Yield the keys in ``state_dict`` of the unit's parameters below ``module``."""
+    layout = state.handle.layout
     places = {
-        (id(info.module), info.name): info.slot_index for info in state.handle.infos
+        (id(owner), place.name): place.slot_index
+        for place, owner in zip(layout.places, layout.owners, strict=True)
     }
     for path, owner in module.named_modules(remove_duplicate=False):
         for name in owner._parameters:

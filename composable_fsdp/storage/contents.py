@@ -149,9 +149,11 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
     _settle(states.values(), what)
     # (module, attribute) -> (unit, slot), whatever form the unit shows.
     slot_of = {
-        (id(info.module), info.name): (state, info.slot_index)
+        (id(owner), place.name): (state, place.slot_index)
         for state in states.values()
-        for info in state.handle.infos
+        for place, owner in zip(
+            state.handle.layout.places, state.handle.layout.owners, strict=True
+        )
     }
     in_units: dict[int, dict[int, list[str]]] = {id(s): {} for s in states.values()}
     others: dict[int, tuple[Tensor, list[str]]] = {}

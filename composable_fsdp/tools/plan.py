@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from torch import nn
 
-from composable_fsdp.comm.groups import group_sizes
+from composable_fsdp.comm.nodes import group_sizes
 from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.registry import API, get_state
 from composable_fsdp.config import (

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from composable_fsdp.comm.groups import group_sizes
+from composable_fsdp.comm.nodes import group_sizes
 from composable_fsdp.config import HYBRID, ShardingStrategy
 from composable_fsdp.errors import PlanError
-from composable_fsdp.planning.layout import plan_regions
 from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.planning.partition import plan_regions
 from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 

@@ -1,4 +1,4 @@
-"""Settings of units that were changed after ranks have compared their models.
+"""Parameters frozen, and settings changed, after ranks have compared their models.
 
 A setting that a rank alone changes later would move, drop or replace collectives, so
 changed settings join the mode of a forward, which the order logs compare.
@@ -13,7 +13,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from composable_fsdp.flat.changed_flags import ChangedFlag
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_ref import slot_path
+from composable_fsdp.flat.use_order import ChangedFlag
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.tree.moments import CHANGED
 from composable_fsdp.tree.state import _FSDPState
@@ -63,6 +65,23 @@ def changed_settings(states: Iterable[_FSDPState]) -> Iterator[ChangedFlag]:
             if then != now:
                 text = f"{name}={now} of {quoted(state.fqn)}"
                 yield ChangedFlag(text, None, state.handle.groups.expert_names)
+
+
+def changed_flags(handle: FlatParamHandle) -> Iterator[ChangedFlag]:
+    """Yield the parameters frozen or unfrozen since ``fully_shard``."""
+    layout, ranks = handle.layout, handle.groups.expert_names
+    # 0: the unit was never rebuilt, as most units.
+    if not layout.structure:
+        return
+    trains = {
+        slot.index: region.layout.trainable
+        for region in layout.regions
+        for slot in region.layout.parameters
+    }
+    for region in layout.origin:
+        for slot in region.parameters:
+            if trains[slot.index] is not region.trainable:
+                yield ChangedFlag(slot_path(handle, slot), trains[slot.index], ranks)
 
 
 def setting_values(

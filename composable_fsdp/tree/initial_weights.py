@@ -16,7 +16,6 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from composable_fsdp.flat.handle import UnitLayout
-from composable_fsdp.flat.value_hash import hash_values, have_values
 from composable_fsdp.planning.layout import RegionLayout
 
 T = TypeVar("T")
@@ -64,15 +63,6 @@ class InitialWeights:
     def forget(self) -> None:
         """Remember that the values have been replaced since."""
         self._versions = (-1,) * len(self._versions)
-
-    def refresh(self, layout: UnitLayout) -> None:
-        """Hash the values as they are now, if the unit is not cut."""
-        leaves = sharded_leaves(layout)
-        if not self.is_checked or not have_values(leaves):
-            return
-        if not (self.synced and all(self.unwritten(layout))):
-            self.hashes = hash_values(leaves)
-            self.mark(layout)
 
     def unwritten(self, layout: UnitLayout) -> list[bool]:
         """Return, by slot index, whether a parameter holds its initial value."""

@@ -16,12 +16,12 @@ from torch import nn
 BEFORE_SYNC: list[Callable[[str, nn.Module, Any], None]] = []
 """Before a broadcast of values: the name of the API, the module, and the ranks."""
 UNITS_PLANNED: list[Callable[[Any, Any], None]] = []
-"""Before any change: the targets and the ranks, to refuse."""
+"""Before any change, if a parameter is not plain: the targets and the ranks."""
 FORMS_TAKEN: list[Callable[[Any], tuple[Any, Any]]] = []
 """Of a target with parameters that are not plain: puts plain ones in their places and
 returns the target, and the forms by slot index."""
 UNIT_BUILT: list[Callable[[Any, Iterable[nn.Module]], None]] = []
-"""After each unit was built: its state, and all modules of the unit."""
+"""After each unit was built: its state, and the modules that the state owns."""
 MODULES_SHARDED: list[Callable[[], None]] = []
 """After every application."""
 TREE_FOUND: list[Callable[[Any, Any], None]] = []
@@ -29,7 +29,7 @@ TREE_FOUND: list[Callable[[Any, Any], None]] = []
 TREE_INITIALIZED: list[Callable[[Any], None]] = []
 """At the end of the lazy initialization of a tree: the context."""
 MODELS_MEET: list[Callable[..., None]] = []
-"""Before the first gather of a tree: as ``tree.meeting.compare_models``."""
+"""Before the first gather of a tree: as ``tree.root.compare_models``."""
 RANKS_MEET: list[Callable[[Any, Any], None]] = []
 """In each forward until the ranks of a tree were compared: the context and the root."""
 FIRST_FORWARD: list[Callable[[Any], None]] = []
@@ -48,6 +48,8 @@ PASSAGES: dict[str, Any] = {}
 GPU; ``full``, to which others hand on (``runtime.forward.Passage``); and ``searches``,
 what the first forwards of a unit find, made from its modules."""
 
+NAME_NONFINITE: list[Callable[[Any], str]] = []
+"""Returns in words which gradients make a norm NaN or inf, of the norm."""
 ORDERS: dict[bool, Callable[[Hashable], Any]] = {}
 """Makes the order of a forward from its mode; by whether the tree reduces parameters
 without a gradient."""
@@ -74,6 +76,8 @@ class Changes(Protocol):
 
 # Set by ``features.defaults``.
 changes: Changes
+copy_state: Callable[[Any, dict[int, Any]], Any]
+"""Returns the state of a copied unit, for ``copy.deepcopy``: the state, the memo."""
 reduce_by_hook: Callable[[Any], None]
 """Has the communication hook of the user reduce every region of a handle."""
 

@@ -6,17 +6,20 @@ users can call ``fully_shard`` on the modules in any number of calls before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import cast
 
 import torch
 from torch import nn
 
 from composable_fsdp.comm.device import Streams, make_streams
+from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.errors import CompositionError
+from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning.walk import named
-from composable_fsdp.tree.moments import TREE_FOUND, TREE_INITIALIZED
+from composable_fsdp.tree.moments import MODELS_MEET, TREE_FOUND, TREE_INITIALIZED
 from composable_fsdp.tree.state import (
     MarkedUnits,
     RuntimeContext,
@@ -25,9 +28,6 @@ from composable_fsdp.tree.state import (
     root_of,
 )
 from composable_fsdp.tree.traversal import walk_states
-
-_EQUAL_IN_A_TREE = ("limit_all_gathers", "use_orig_params")
-"""Options that must be equal in all units of a tree."""
 
 
 def ensure_root(state: _FSDPState) -> RuntimeContext:
@@ -58,7 +58,7 @@ def _initialise(top: _FSDPState) -> None:
             "that holds them, too."
         )
     found = list(walk_states(top.module))
-    _check_equal([(join_name(top.fqn, fqn), state) for fqn, _, state in found])
+    _require_equal_options(top, found)
     # Only now is the unit known whose ranks are those of all the data.
     for check in TREE_FOUND:
         check(top.handle, [(fqn, state.handle) for fqn, _, state in found])
@@ -75,15 +75,16 @@ def _initialise(top: _FSDPState) -> None:
         # gather again at once.
         if state.settings.reshard_after_forward is None:
             state.settings.reshard_after_forward = state is not root
-    set_param_paths(top.module, [state for _, _, state in found])
-    root._root_states = tuple(state for _, _, state in found)
-    root._root_handles = tuple(state.handle for _, _, state in found)
-    context.handles = root._root_handles
+    states = [state for _, _, state in found]
+    set_param_paths(top.module, states)
+    root._root_states = tuple(states)
+    context.handles = root._root_handles = tuple([state.handle for state in states])
+    # No generators, of which each step is a call for each unit.
     context.marked = MarkedUnits(
-        tuple(s for s in root._root_states if len(s.modules) > 1),
-        tuple(s for s in root._root_states if s.precision and s.precision.buffer_dtype),
-        any(handle.layout.offload for handle in context.handles),
-        any(handle.groups.experts_ref is not None for handle in context.handles),
+        tuple([s for s in states if s.modules[1:]]),
+        tuple([s for s in states if s.precision and s.precision.buffer_dtype]),
+        any(map(attrgetter("layout.offload"), context.handles)),
+        any(map(attrgetter("groups.experts_ref"), context.handles)),
     )
     set_streams(context, root.device)
     for begin in TREE_INITIALIZED:
@@ -137,15 +138,56 @@ def forget_root(context: RuntimeContext) -> None:
     root.__class__ = _FSDPState  # type: ignore[assignment]  # as it was made
 
 
-def _check_equal(found: list[tuple[str, _FSDPState]]) -> None:
+def _require_equal_options(
+    top: _FSDPState, found: Sequence[tuple[str, nn.Module, _FSDPState]]
+) -> None:
     """Raise CompositionError if options that must be equal in a tree differ."""
-    first_fqn, first = found[0]
-    for fqn, state in found[1:]:
-        for name in _EQUAL_IN_A_TREE:
-            mine, other = getattr(first.options, name), getattr(state.options, name)
+    first = top.options
+    for fqn, _, state in found:
+        own = state.options
+        for name, mine, other in (
+            ("limit_all_gathers", first.limit_all_gathers, own.limit_all_gathers),
+            ("use_orig_params", first.use_orig_params, own.use_orig_params),
+        ):
             if mine != other:
                 raise CompositionError(
-                    f"{name} must be equal in one tree: {quoted(first_fqn)} has "
-                    f"{mine}, "
-                    f"{quoted(fqn)} has {other}. Pass the same value to both calls."
+                    f"{name} must be equal in one tree: {quoted(top.fqn)} has {mine}, "
+                    f"{quoted(join_name(top.fqn, fqn))} has {other}. Pass the same "
+                    "value to both calls."
                 )
+
+
+def meet_over(
+    states: Iterable[_FSDPState],
+    call: Call,
+    *,
+    replicas: bool = False,
+    always: bool = True,
+) -> None:
+    """Wait until every rank that shards one of the units makes an equal ``call``.
+
+    Collective: none, as ``meet``.
+    Raises: DesyncError, as ``meet``.
+    """
+    states = list(states)
+    pairs = [(s.handle.groups.shard, s.handle.groups.replicate) for s in states]
+    # All shard groups before the first replicate group, on all ranks alike.
+    shards = [shard for shard, _ in pairs]
+    groups = shards + [copies for _, copies in pairs] if replicas else shards
+    # Ranks of tensor parallelism hold other parts of the same parameters.
+    groups = groups + [g for s in states for g in groups_of(s.handle.layout.forms)]
+    meet(
+        dict.fromkeys(group for group in groups if group is not None),
+        call,
+        always=always,
+    )
+
+
+def compare_models(state: _FSDPState, *, replicas: bool, written: bool = False) -> None:
+    """Ensure that all ranks have sharded the same model as the tree of ``state``.
+
+    Collective: in the first call, as ``guard.same_models.compare_models``.
+    Raises: DesyncError with the first difference, on all ranks alike.
+    """
+    for compare in MODELS_MEET:
+        compare(state, replicas=replicas, written=written)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
@@ -21,15 +21,14 @@ from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.errors import NotRootError
-from composable_fsdp.flat.casts import Precision
-from composable_fsdp.flat.changed_flags import ChangedFlag, backward_mode
 from composable_fsdp.flat.handle import FlatParamHandle, FullForm
-from composable_fsdp.flat.use_order import UseOrder
+from composable_fsdp.flat.use_order import ChangedFlag, UseOrder, backward_mode
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.tree import moments
 from composable_fsdp.tree.initial_weights import InitialWeights
 from composable_fsdp.tree.moments import PASSAGES, Observer
-from composable_fsdp.tree.unit_settings import UnitSettings
+from composable_fsdp.tree.unit_settings import Precision, UnitSettings
 
 Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
 """A reduction in a log: the unit, the ``structure`` of the unit's layout, and, per
@@ -39,7 +38,10 @@ _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
 
 class StepOrder:
-    """The uses of units in a forward of the root, and how backward goes through."""
+    """The uses of units in a forward of the root, and how backward goes through.
+
+    Without a forward, as here; ``moments.ORDERS`` makes those of forwards.
+    """
 
     # Kept alive by hooks in the autograd graph alone (and, the latest, by the context),
     # so a forward without a backward leaves nothing behind.
@@ -199,9 +201,13 @@ class RuntimeContext:
         states = root._root_states if root is not None else ()
         syncs = tuple([state.settings.sync_gradients for state in states])
         if self.marked.experts or self.changed_flags:
-            of = (syncs, [s.handle for s in states], self.changed_flags)
             groups = (use if isinstance(use, FlatParamHandle) else use[0]).groups
-            return log.depart(use, backward_mode(forward, *of, groups))
+            units = [
+                (s.handle.layout.structure, s.handle.groups.expert_names)
+                for s in states
+            ]
+            of = (syncs, units, self.changed_flags, groups)
+            return log.depart(use, backward_mode(forward, *of))
         structures = tuple([s.handle.layout.structure for s in states])
         log.depart(use, (forward, syncs, structures, self.changed_flags))
 
@@ -259,7 +265,6 @@ class _FSDPState:
         "ahead_in_backward",
         "ahead_in_forward",
         "context",
-        "copier",
         "fqn",
         "handle",
         "initial",
@@ -295,8 +300,6 @@ class _FSDPState:
         """Units to prefetch in backward. Empty: the unit used before in forward."""
         self.remaining: frozenset[int] = frozenset()
         """Of a unit of several modules: ids of those still to run in this forward."""
-        self.copier: Callable[[_FSDPState, dict[int, Any]], _FSDPState]
-        """Implementation of ``copy.deepcopy``, set at ``moments.UNIT_BUILT``."""
 
     def fill(
         self,
@@ -368,8 +371,8 @@ class _FSDPState:
         kind = {True: "root", False: "below a root", None: "not initialised"}
         return f"{type(self).__name__}(unit {self.name}, {kind[self._is_root]})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:
-        return self.copier(self, memo)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return moments.copy_state(self, memo)
 
     def __reduce__(self) -> str:
         # Process groups exist only in this run, so an unpickled state could not work.

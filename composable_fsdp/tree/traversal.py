@@ -13,10 +13,10 @@ from torch import nn
 
 from composable_fsdp.compose.registry import (
     API,
+    REGISTRY_KEY,
     REPLICATE,
     TORCH_DDP,
     get_state,
-    has_api,
     other_apis,
 )
 from composable_fsdp.errors import CompositionError
@@ -72,8 +72,9 @@ def walk_states(module: nn.Module) -> Iterator[tuple[str, nn.Module, _FSDPState]
 
     seen: set[int] = set()
     for fqn, current in named(module, enter=enter):
-        # Most modules have no registry, and ``has_api`` tells at a single look.
-        state = _get_unit_state(current) if has_api(current, API, REPLICATE) else None
+        # Most modules have no registry: no call for these.
+        marked = REGISTRY_KEY in current.__dict__
+        state = _get_unit_state(current) if marked else None
         if state is not None and id(state) not in seen:
             seen.add(id(state))
             yield fqn, current, state

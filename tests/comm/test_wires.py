@@ -12,12 +12,8 @@ from torch import Tensor
 
 from composable_fsdp.comm.wire_format import largest_magnitudes
 from composable_fsdp.features import Float8Wire, Int8Wire, WireFormat
-from composable_fsdp.planning.layout import (
-    ParameterSpec,
-    RegionLayout,
-    plan_regions,
-    row_block,
-)
+from composable_fsdp.planning.layout import ParameterSpec, RegionLayout, row_block
+from composable_fsdp.planning.partition import plan_regions
 
 FORMATS = [Int8Wire(16), Int8Wire(), Float8Wire(), Float8Wire("tensor")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 import composable_fsdp
+from composable_fsdp.comm.nodes import groups_for
 from composable_fsdp.compose.registry import API
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.entries.apply import prepare
@@ -31,7 +32,7 @@ def test_the_stages_of_an_application_can_run_alone(one_rank: World) -> None:
     (unit,) = assign_units([model], PlanRequest(UnitOptions(), world_size=4))
     assert [id(p) for p, _ in unit.parameters] == before
     _, (target,) = plan_modules([model], request)
-    groups = application.ranks.for_strategy(ShardingStrategy.FULL_SHARD)
+    groups = groups_for(application.ranks, ShardingStrategy.FULL_SHARD)
     handle = build_handle(target, groups=groups, device=one_rank.device)
     assert handle.leaves == (model.weight, model.bias)
     assert not model._forward_pre_hooks

@@ -56,13 +56,11 @@ def test_all_names_of_a_handle_start_at_its_own_module() -> None:
     handle = handles_of(model, "1")[1]
 
     assert handle._fqns == ("0.weight",)
-    assert [info.fqn for info in handle._param_infos] == ["0.weight"]
-    assert [(i.fqn, i.primary) for i in handle._shared_param_infos] == [
-        ("1.weight", "0.weight")
-    ]
-    for info in (*handle._param_infos, *handle._shared_param_infos):
-        assert info.module._parameters[info.name] is plain[info.fqn]
-        assert inner.get_parameter(info.fqn) is plain[info.fqn]
+    places = handle.layout.places
+    assert [(p.fqn, p.slot_index) for p in places] == [("0.weight", 0), ("1.weight", 0)]
+    for place, owner in zip(places, handle.layout.owners, strict=True):
+        assert owner._parameters[place.name] is plain[place.fqn]
+        assert inner.get_parameter(place.fqn) is plain[place.fqn]
 
 
 @pytest.mark.req("B-24")

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.build_region import build_region
+from composable_fsdp.flat.build_region import build_region, full_views
 from composable_fsdp.flat.region import FlatParameter
-from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
+from composable_fsdp.planning.layout import ParameterSpec, row_block
 from composable_fsdp.planning.options import Dtypes
+from composable_fsdp.planning.partition import plan_regions
 
 SHAPES = ((5, 4), (8,), (), (3, 2, 2), (0, 3))
 
@@ -87,7 +88,7 @@ def test_shards_of_all_ranks_rebuild_every_parameter(
     for slot, full in zip(region.layout.parameters, region.full.leaves, strict=True):
         assert torch.equal(full, originals[int(slot.fqn)])
         assert full.data_ptr() % 16 == 0 or not full.numel()
-    padding = [region.full.buffer[start:stop] for start, stop in region.layout.gaps()]
+    _, padding = full_views(region.layout, region.full.buffer)
     assert all(not piece.any() for piece in padding)
 
 

@@ -28,8 +28,8 @@ from composable_fsdp.flat.residency import (
     NOT_GATHERED,
     UNSHARDED,
     make_unreadable,
+    written,
 )
-from composable_fsdp.flat.step_counts import written
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.unshard import release
 from composable_fsdp.tools.slots import slot_bytes

@@ -37,7 +37,7 @@ from composable_fsdp.features.audit.telling import (
 )
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.flat.param_paths import param_path, slot_path
+from composable_fsdp.flat.param_ref import param_path, slot_path
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.step_checks import cut_leaf, flat_name, handles_of
 from composable_fsdp.optim.step_hooks import install_step_hooks

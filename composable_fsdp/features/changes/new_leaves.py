@@ -18,9 +18,7 @@ from composable_fsdp.flat.build import replace_layout
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
 from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import FlatParamHandle, forget_leaves
-from composable_fsdp.flat.param_paths import place_path
-from composable_fsdp.flat.param_ref import param_refs
-from composable_fsdp.flat.replaced_params import record_replaced
+from composable_fsdp.flat.param_ref import param_refs, place_path, record_replaced
 from composable_fsdp.flat.residency import shards_are_unchanged
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.planning.dtensors import is_dtensor

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 from composable_fsdp.features.guard.compare import tag_of
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.param_paths import slot_paths
+from composable_fsdp.flat.param_ref import slot_paths
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning.options import UnitOptions, in_force, precision_fields
 from composable_fsdp.planning.walk import modules, named

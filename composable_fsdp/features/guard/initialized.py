@@ -10,7 +10,7 @@ import torch.distributed as dist
 from composable_fsdp.errors import PlanError
 from composable_fsdp.features.guard.compare import gather
 from composable_fsdp.flat.param_ref import in_model_order
-from composable_fsdp.flat.start_digest import WAY_OUT, digest_of_start
+from composable_fsdp.flat.value_hash import WAY_OUT, digest_of_start
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.runtime.meta_values import require_filled, unfilled_parameters
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of

@@ -27,7 +27,7 @@ from composable_fsdp.features.guard.compare import disagreement, gather, tag_of
 from composable_fsdp.features.guard.meetings import history_of
 from composable_fsdp.features.guard.watch import require_unbroken
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.param_paths import slot_path
+from composable_fsdp.flat.param_ref import slot_path
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.tree.state import RuntimeContext
 

@@ -51,8 +51,8 @@ from composable_fsdp.features.guard.same_weights import (
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.flat.param_ref import ParamRef, find_param
-from composable_fsdp.flat.start_digest import WAY_OUT, digest_of_start
-from composable_fsdp.flat.step_counts import written
+from composable_fsdp.flat.residency import written
+from composable_fsdp.flat.value_hash import WAY_OUT, digest_of_start
 from composable_fsdp.naming import quoted, ranks_text
 from composable_fsdp.tree.initial_weights import ALL_RANKS, SHARD_RANKS
 from composable_fsdp.tree.root import outermost, set_param_paths
@@ -87,7 +87,7 @@ class Scope(NamedTuple):
 
 
 def compare_models(state: _FSDPState, *, replicas: bool, written: bool = False) -> None:
-    """Do as ``tree.meeting.compare_models``.
+    """Do as ``tree.root.compare_models``.
 
     Collective: in the first call an all-gather of 64 bytes over each scope; if models
         or weights differ, or if replicas were written to, all-gathers of objects more.

@@ -26,8 +26,8 @@ from torch import Tensor
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard.compare import gather, tag_of
 from composable_fsdp.features.guard.fingerprint import Units
-from composable_fsdp.flat.param_paths import slot_paths
-from composable_fsdp.flat.value_hash import hash_values
+from composable_fsdp.flat.param_ref import slot_paths
+from composable_fsdp.flat.value_hash import hash_values, have_values
 from composable_fsdp.naming import listed, quoted, ranks_text
 from composable_fsdp.tree.initial_weights import sharded_leaves
 from composable_fsdp.tree.state import _FSDPState
@@ -41,8 +41,13 @@ def weights_tag(
     Hashes units that are not cut. One copy of all hashes to the host.
     """
     for _, state in units:
-        if state.handle.groups.shard is None:
-            state.initial.refresh(state.handle.layout)
+        initial, layout = state.initial, state.handle.layout
+        if state.handle.groups.shard is not None or not initial.is_checked:
+            continue
+        leaves = sharded_leaves(layout)
+        if have_values(leaves) and not (initial.synced and all(_unwritten(state))):
+            initial.hashes = hash_values(leaves)
+            initial.mark(layout)
     # Replicas of this part are compared among themselves.
     written = parts is None and any(
         _has_replicas(state) and not all(_unwritten(state)) for _, state in units

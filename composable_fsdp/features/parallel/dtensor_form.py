@@ -124,9 +124,6 @@ def refuse_shared_ranks(targets: Iterable[Target], ranks: RankLayout) -> None:
         for layout, parameters in zip(
             target.plan.regions, target.parameters, strict=True
         ):
-            # Equal units share their layouts, so plain models pay one test per region.
-            if layout.is_plain:
-                continue
             for slot, parameter in zip(layout.parameters, parameters, strict=True):
                 if slot.whole is None:
                     continue

@@ -12,8 +12,8 @@ from sys import getrefcount
 import torch
 
 from composable_fsdp.flat import memory
+from composable_fsdp.flat.build import renew_full_leaves
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.flat.precision import renew_full_leaves
 from composable_fsdp.flat.residency import (
     SHARDED,
     UNSHARDED,

@@ -13,7 +13,7 @@ from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.build_region import fills_of
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.param_paths import slot_path
+from composable_fsdp.flat.param_ref import slot_path
 from composable_fsdp.flat.region import FlatParameter, part_of
 from composable_fsdp.flat.residency import accept_versions, set_versions, version_of
 from composable_fsdp.naming import quoted

@@ -15,8 +15,7 @@ from composable_fsdp import (
     unshard,
     unshard_params,
 )
-from composable_fsdp.flat.param_paths import slot_paths
-from composable_fsdp.flat.param_ref import param_refs
+from composable_fsdp.flat.param_ref import param_refs, slot_paths
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
