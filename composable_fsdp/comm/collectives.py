@@ -6,9 +6,6 @@ functions send the sizes first, and are not for the steady state. With ``async_o
 a function returns an ``Operation`` whose ``wait`` must be called before the result is
 read; otherwise the current stream is ordered after the collective. All raise
 CollectiveError if the backend raises.
-
-Names of ``ProcessGroup`` methods were checked on torch 2.11 and 2.13, which renamed the
-methods; this module chooses the names at import.
 """
 
 from __future__ import annotations
@@ -27,8 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from composable_fsdp.comm.device import outside_transforms
-from composable_fsdp.comm.operations import begin
-from composable_fsdp.comm.sequence import Operation
+from composable_fsdp.comm.operations import Operation, begin
 from composable_fsdp.comm.works import (
     all_reduce_each,
     all_reduce_slices,
@@ -298,36 +294,29 @@ def broadcast_object(value: object, group: dist.ProcessGroup) -> Any:
     return values[0]
 
 
-@outside_transforms
 def all_gather_tag(tag: int, group: dist.ProcessGroup) -> list[int]:
-    """Return every rank's ``tag``, an integer of 64 bits, in group rank order.
+    """Return every rank's ``tag``, an integer of 64 bits, in group rank order."""
+    # Not recorded, because it moves no data of the model.
+    return _all_gather_numbers(
+        [tag], group, "all_gather_tag", "comparison of the order"
+    )
 
-    ``record`` leaves this collective out, because it moves no data of the model.
-    """
-    own = torch.tensor([tag], device=_device_of_numbers(group))
-    return _all_gather_numbers(own, group, "all_gather_tag", "comparison of the order")
 
-
-@outside_transforms
 def all_gather_digests(digest: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     """Return the integers ``digest`` of all ranks, one rank after the other."""
-    own = torch.tensor(digest, device=_device_of_numbers(group))
-    _note("all_gather_digests", [own.repeat(group.size())], group)
+    _note("all_gather_digests", [torch.tensor([*digest] * group.size())], group)
     why = "comparison of the models"
-    return _all_gather_numbers(own, group, "all_gather_digests", why)
+    return _all_gather_numbers(digest, group, "all_gather_digests", why)
 
 
-def _device_of_numbers(group: dist.ProcessGroup) -> torch.device:
-    """Return the device from which ``group`` sends numbers that the host reads."""
-    # Host memory if the group can send from there: the GPU need not be waited for.
-    on_host = "cpu:" in dist.get_backend_config(group)
-    return torch.device("cpu" if on_host else "cuda")
-
-
+@outside_transforms
 def _all_gather_numbers(
-    own: Tensor, group: dist.ProcessGroup, op: str, why: str
+    numbers: Sequence[int], group: dist.ProcessGroup, op: str, why: str
 ) -> list[int]:
     """Return the numbers of all ranks, and record the operation as ``op``."""
+    # From host memory if the group can send from there: the GPU need not be waited for.
+    device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
+    own = torch.tensor(numbers, device=device)
     every = own.new_empty(own.numel() * group.size())
     operation = begin(op, group, every, why)
     start = getattr(group, _ALL_GATHER)

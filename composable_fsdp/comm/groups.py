@@ -49,11 +49,11 @@ def _ref(group: dist.ProcessGroup | None) -> GroupRef | None:
 class Groups:
     """The process groups of a unit. A group of a single rank is ``None``.
 
-    ``shard``: the ranks that divide the parameters; ``rank`` is this rank's index
-    there, ``shard_world_size`` the number of ranks. ``replicate``: the ranks with equal
-    shards, over which gradients are averaged; ``replicas`` is the number of ranks.
-    ``experts``: the ranks with other experts, in ``expert_ranks`` number; the unit
-    exchanges nothing with them in a step.
+    ::
+
+        shard       divide the parameters; ``rank`` of ``shard_world_size``
+        replicate   hold equal shards and average gradients; ``replicas`` in number
+        experts     hold other experts, ``expert_ranks``; no exchange in a step
     """
 
     __slots__ = (
@@ -105,19 +105,15 @@ class Groups:
     @property
     def cut(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups whose ranks hold other elements: shard, then experts."""
-        shard, experts = self.shard_ref, self.experts_ref
         # Clipping asks for each unit in every step: the usual case makes one call.
-        if experts is None:
-            return () if shard is None else (shard.get(),)
-        return (*(() if shard is None else (shard.get(),)), experts.get())
+        refs = self.shard_ref, self.experts_ref
+        return tuple([ref.get() for ref in refs if ref is not None])
 
     @property
     def expert_names(self) -> tuple[str, ...] | None:
-        """Names of the groups that hold the same experts; None without experts.
-
-        Ranks outside of these groups know other parameters under the unit.
-        """
-        # A rank alone has no such group, and then no other rank knows its experts.
+        """Names of the groups that hold the same experts; None without experts."""
+        # Ranks outside of these groups know other parameters under the unit. A rank
+        # alone has no such group, and then no other rank knows its experts.
         if self.experts_ref is None:
             return None
         return tuple(filter(None, self.names[:2]))
@@ -157,9 +153,8 @@ class Groups:
 def group_sizes(
     strategy: ShardingStrategy, *, world_size: int, shard_world_size: int | None = None
 ) -> tuple[int, int]:
-    """Return the size of a unit's shard group and the number of replicas.
+    """Return ``(shard_world_size, replicas)`` of a unit; the product is ``world_size``.
 
-    Returns: ``(shard_world_size, replicas)``; the product is ``world_size``.
     Raises: PlanError, if a hybrid strategy gets no ``shard_world_size``.
     """
     if strategy is ShardingStrategy.NO_SHARD:
@@ -237,10 +232,7 @@ class RankLayout:
         return self.shard_world_size * self.replicas
 
     def sizes(self, strategy: ShardingStrategy) -> tuple[int, int]:
-        """Return the sizes of the shard group and the replicate group for ``strategy``.
-
-        Raises: PlanError, if the strategy is not possible on these ranks.
-        """
+        """Return ``group_sizes``. Raises: PlanError, if not possible on these ranks."""
         size = None
         if strategy is ShardingStrategy.NO_SHARD:
             group = self._everyone()
@@ -266,9 +258,7 @@ class RankLayout:
     def for_strategy(self, strategy: ShardingStrategy) -> Groups:
         """Return the groups of a unit with ``strategy``; units share equal groups.
 
-        Collective: creates the groups of the nodes at the first call for a hybrid
-            strategy without given groups; all ranks of the default group must call.
-        Raises: PlanError, as ``sizes``.
+        Collective: as ``node_groups``, for a hybrid strategy without given groups.
         """
         if strategy not in self._groups:
             self.sizes(strategy)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from composable_fsdp.features.guard.order_compare import (
-    BEGIN,
-    END,
-    Fact,
-    OrderComparison,
-)
-from composable_fsdp.features.guard.order_log import OrderLog, RoundOrder
+from composable_fsdp.features.guard.order import MOST_EVENTS, Order
+from composable_fsdp.features.guard.order_compare import BEGIN, END, OrderComparison
+from composable_fsdp.features.guard.order_log import OrderLog
 
 
 class Calls(OrderComparison):
     """Notes the comparisons that the log asks for, and makes none."""
 
     def __init__(self) -> None:
-        super().__init__((), "forward", "tree", Fact, Fact)
+        super().__init__((), "forward", "tree")
         self.made: list[str] = []
 
-    def compare(self, number: int, at: str, value: object) -> None:
+    def compare(self, number: int, at: str, values: Sequence[object]) -> None:
         """All ranks come here."""
         self.made.append({BEGIN: "begin", END: "round"}.get(at, "use"))
 
@@ -29,9 +27,9 @@ class Calls(OrderComparison):
         self.made.append("depart begin" if at == BEGIN else "depart")
 
 
-def new_log(rounds: RoundOrder | None = None) -> OrderLog:
+def new_log(order: Order | None = None) -> OrderLog:
     """A log that compares with nobody."""
-    return OrderLog("log", rounds or RoundOrder(set()), Calls())
+    return OrderLog("log", order or Order(set()), Calls())
 
 
 def made(log: OrderLog) -> list[str]:
@@ -98,16 +96,33 @@ def test_an_order_that_varies_is_compared_once_in_a_round() -> None:
 @pytest.mark.req("X-12")
 def test_logs_over_a_group_have_a_common_order_of_rounds() -> None:
     """A schedule of two models is expected once it has run; another one departs."""
-    rounds = RoundOrder(set())
-    one, two = new_log(rounds), new_log(rounds)
+    order = Order(set())
+    one, two = new_log(order), new_log(order)
 
-    def schedule(order: str) -> list[str]:
-        for name in order:
+    def schedule(names: str) -> list[str]:
+        for name in names:
             run(one if name == "1" else two, "ab")
         return made(one) + made(two)
 
     schedule("112" * 12)
     assert schedule("112" * 3) == []
     assert schedule("2") == ["depart begin"]
-    assert schedule("112" * 12)[-1:] != []
     assert schedule("112" * 3) == []
+
+
+@pytest.mark.req("X-12", "D-06")
+@pytest.mark.parametrize("period", ["fb" * 16 + "c", "fnfnfnfs", "fb" * 1000 + "e"])
+def test_a_history_that_repeats_is_expected_from_its_second_period_on(
+    period: str,
+) -> None:
+    """Calls after many rounds, accumulation, rare evaluations; and it stays bounded."""
+    order = Order(set())
+    missed = []
+    for event in period * 6:
+        missed.append(order.expected() != event)
+        order.note(event)
+
+    assert len(order.events) <= MOST_EVENTS
+    # The place of the first event of a period is not known before the period repeats.
+    assert sum(missed[len(period) :]) <= 1
+    assert not any(missed[2 * len(period) :])

@@ -16,14 +16,20 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import torch.distributed as dist
+
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef
-from composable_fsdp.comm.meeting import Announcement
 from composable_fsdp.comm.operations import UNEVEN, leave
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.features.guard.compare import disagreement, gather, tag_of
+from composable_fsdp.features.guard.compare import (
+    Announcement,
+    disagreement,
+    gather,
+    tag_of,
+)
 from composable_fsdp.features.guard.meetings import history_of
 from composable_fsdp.features.guard.watch import require_unbroken
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -34,16 +40,16 @@ from composable_fsdp.tree.state import RuntimeContext
 BEGIN, END = "its beginning", "its end"
 """Places in a round; uses are between them."""
 
-USE, BEGINS, RAISED, RAN = "use", "begins", "raised", "ran"
-"""Kinds of facts: a use of a unit, the begin of a round, the begin after rounds that an
-exception has ended, and all uses of a round."""
+USE, BEGINS, RAISED = "use", "begins", "raised"
+"""Kinds of facts: a use of a unit or all uses of a round, the begin of a round, and the
+begin after rounds that an exception has ended."""
 
 _SAME_UNITS = (
     "Every rank must run the same units in the same order: decide in the model by what "
     "is equal on all ranks. If ranks use other parameters on purpose, composable_fsdp."
     "access.set_reduce_scatter_unused_params(module, True) reduces zeros for the rest."
 )
-SAME_ROUNDS = (
+_SAME_ROUNDS = (
     "Call the model and backward on every rank equally often and in the same mode "
     "(train or eval, with or without gradients), outside of any 'if rank == 0'. "
     f"{UNEVEN}"
@@ -70,17 +76,17 @@ class Fact(NamedTuple):
     of: str = ""
     """The forward that begins."""
     named: tuple[str, ...] = ()
-    """Texts of which usually few differ: parameters without a gradient; at the begin of
-    a round, changed flags and settings; the uses of a whole round."""
+    """Texts of which usually few differ: parameters without a gradient, and, at the
+    begin of a round, changed flags and settings."""
 
     def __str__(self) -> str:
         return self.does + (f", with {listed(self.named)}" if self.named else "")
 
 
-class Said(NamedTuple):
-    """What a rank tells of a fact that differs."""
+class Told(NamedTuple):
+    """What a rank tells of facts that differ: all uses of a round, or one fact."""
 
-    fact: Fact
+    facts: tuple[Fact, ...]
     place: tuple[str, ...]
     waiting: str
 
@@ -92,25 +98,23 @@ class OrderComparison:
     the number of the log's round and ``at`` the place in the round.
     """
 
-    __slots__ = ("_mode", "_tree", "_use", "_waiting", "_what", "elsewhere", "peers")
+    __slots__ = ("_fact", "_tree", "_waiting", "_what", "elsewhere", "peers")
 
     def __init__(
         self,
         peers: Sequence[Peers],
         what: str,
         tree: str,
-        use: Callable[[Any], Fact],
-        mode: Callable[[Any], Fact],
         waiting: Callable[[], str] = str,
     ) -> None:
         self.peers = tuple(peers)
         self._what, self._tree = what, tree  # "forward", and the name of the log
-        self._use, self._mode = use, mode  # as facts; the use ``None`` ends the round
+        self._fact = forward_fact if what == "forward" else backward_fact
         self._waiting = waiting  # for which gradients units wait, for errors
         self.elsewhere: tuple[GroupRef, ...] = ()
         """The other groups of the tree, whose ranks would wait for this rank."""
 
-    def compare(self, number: int, at: str, value: Any) -> None:
+    def compare(self, number: int, at: str, values: Sequence[Any]) -> None:
         """Compare a use, a mode (at ``BEGIN``) or all uses (at ``END``).
 
         Collective: an all-gather of 8 bytes over each group of ``peers``; if tags
@@ -119,35 +123,31 @@ class OrderComparison:
         """
         if not self.peers:
             return
-        fact = self._fact(at, value)
+        facts = tuple([self._fact(value, at) for value in values])
         # The host cannot read a tag during the capture of a CUDA graph.
         if is_capturing():
-            self._meet(number, at, fact, str(fact), way_out(fact, Fact("")))
+            does = listed(facts)
+            self._meet(number, at, facts, does, way_out(facts[-1], Fact("")))
             return
         # ``tree`` tells trees apart that share the group and the names of units.
-        tag = tag_of((self._what, self._tree, at, *fact))
-        unlike: list[Peers] = []
-        for peers in self.peers:
+        tag = tag_of((self._what, self._tree, at, *facts))
+        unlike: list[dist.ProcessGroup] = []
+        for group in [each.group for each in self.peers]:
             # After a difference in a group, this rank sends another tag to the next, so
             # that the ranks there raise, too, and do not wait for this rank.
-            tags = collectives.all_gather_tag(~tag if unlike else tag, peers.group)
+            tags = collectives.all_gather_tag(~tag if unlike else tag, group)
             if tags.count(tags[0]) != len(tags):
-                unlike.append(peers)
+                unlike.append(group)
         if not unlike:
             return
         # All ranks of these groups have seen the difference, so all exchange objects.
-        mine = Said(fact, self._place(number, at), self._waiting())
-        told = [gather(mine, [peers.group]) for peers in unlike]
-        # The rounds of ranks may have other numbers.
-        found = [
-            said
-            for said in told
-            if len({(each.fact, each.place[1]) for each in said.values()}) > 1
-        ]
+        mine = Told(facts, self._place(number, at), self._waiting())
+        for told in [gather(mine, [group]) for group in unlike]:
+            # The rounds of ranks may have other numbers.
+            if len({(each.facts, each.place[1]) for each in told.values()}) > 1:
+                self._raise(difference(told))
         self._raise(
-            difference(found[0])
-            if found
-            else f"Ranks of another process group disagree in {mine.place[0]}: see the "
+            f"Ranks of another process group disagree in {mine.place[0]}: see the "
             "error of the other ranks."
         )
 
@@ -163,19 +163,19 @@ class OrderComparison:
     ) -> None:
         """Compare a use or a mode that is not ``wanted``, recorded in round ``since``.
 
-        ``other``: the log that was to begin instead. Waits in the store, for a limited
-        time.
+        ``other``: what was to begin instead of this log. Waits in the store, for a
+        limited time.
 
         Raises: DesyncError, if another rank does something else.
         """
         if not self.peers:
             return
-        fact = self._fact(at, value)
+        fact = self._fact(value, at)
         if other:
             does = f"{fact}, where the order of earlier rounds has {other}"
-            cure = SAME_ROUNDS
+            cure = _SAME_ROUNDS
         else:
-            mine, recorded = contrast([fact, self._fact(at, wanted)])
+            mine, recorded = contrast([fact, self._fact(wanted, at)])
             does = (
                 f"{mine}{self._waiting()}, where the order recorded in {self._what} "
                 f"{since} has: {recorded}"
@@ -192,45 +192,35 @@ class OrderComparison:
         """
         # A rank that has not would be in a collective of such a round, with which the
         # next collective of this rank would pair.
-        if not self.peers:
-            return
         what, logs = self._what, sorted(raised.items())
         ended = " and ".join(f"{what} {r} at use {uses}" for _, (r, uses) in logs)
         does = f"begins {what} {number} after an exception that ended {ended}"
-        self._meet(number, BEGIN, Fact(repr(logs), RAISED), does, _ONE_RANK_RAISED)
-
-    def _fact(self, at: str, value: Any) -> Fact:
-        """Return the fact of a use or a mode."""
-        if at == BEGIN:
-            return self._mode(value)
-        if at == END:
-            uses = tuple([str(self._use(each)) for each in value])
-            return Fact("ran", RAN, named=uses)
-        return self._use(value)
+        self._meet(number, BEGIN, (RAISED, logs), does, _ONE_RANK_RAISED)
 
     def _place(self, number: int, at: str) -> tuple[str, str]:
         return f"{self._what} {number}, at {at}", self._tree
 
-    def _meet(self, number: int, at: str, fact: Fact, does: str, cure: str) -> None:
-        """Wait until every rank has come to the place with the same fact, too.
+    def _meet(
+        self, number: int, at: str, facts: tuple[Any, ...], does: str, cure: str
+    ) -> None:
+        """Wait until every rank has come to the place with the same facts, too.
 
         Raises: DesyncError, if a rank does something else, or does not come in time.
         """
         place = self._place(number, at)
-        opening = f"In {place[0]}, this rank {does}."
-        announced = Announcement(does, does, opening, cure, place, tuple(fact))
-        for peers in self.peers:
-            require_unbroken(peers.group)
+        announced = Announcement(does, does, cure, place, facts)
+        groups = [each.group for each in self.peers]
+        for group in groups:
+            require_unbroken(group)
         try:
-            for peers in self.peers:
-                met = peers.group
+            for met in groups:
                 history_of(met).gather(announced)
         except DesyncError as error:
             text = str(error.args[0])
             # Other ranks may follow the record and wait in a collective for this rank.
-            for peers in self.peers:
-                if not (error.is_known_to_all and peers.group is met):
-                    leave(peers.group, text)
+            for group in groups:
+                if not (error.is_known_to_all and group is met):
+                    leave(group, text)
             self._raise(text)
 
     def _raise(self, text: str) -> NoReturn:
@@ -243,24 +233,24 @@ class OrderComparison:
         raise DesyncError(text) from None
 
 
-def difference(said: Mapping[int, Said]) -> str:
-    """Return the error of ranks that have ``said`` different things at a place."""
-    facts = contrast([each.fact for each in said.values()])
-    places = {rank: each.place for rank, each in said.items()}
-    if {each.kind for each in facts} == {RAN}:
-        orders = [each.fact.named for each in said.values()]
-        # The end of a round is a use, too, so one order is no part of the other.
-        pairs = enumerate(zip(*orders, strict=False))
-        index = next(i for i, uses in pairs if len(set(uses)) > 1)
-        facts = [Fact(uses[index]) for uses in orders]
+def difference(told: Mapping[int, Told]) -> str:
+    """Return the error of ranks that tell different facts of a place."""
+    orders = [each.facts for each in told.values()]
+    # The end of a round is a use, too, so one order is no part of the other.
+    pairs = list(enumerate(zip(*orders, strict=False)))
+    # The trees alone may differ.
+    index, unlike = next((p for p in pairs if len(set(p[1])) > 1), pairs[0])
+    places = {rank: each.place for rank, each in told.items()}
+    if max(map(len, orders)) > 1:
         at = f"use {index} (found at its end)"
         places = {r: (p.replace(END, at), tree) for r, (p, tree) in places.items()}
-    told = {
+    facts = contrast(unlike)
+    does = {
         rank: f"{fact}{each.waiting}"
-        for (rank, each), fact in zip(said.items(), facts, strict=True)
+        for (rank, each), fact in zip(told.items(), facts, strict=True)
     }
     other = next((each for each in facts if each != facts[0]), facts[0])
-    return disagreement(told, places, way_out(facts[0], other))
+    return disagreement(does, places, way_out(facts[0], other))
 
 
 def contrast(facts: Sequence[Fact]) -> list[Fact]:
@@ -279,24 +269,26 @@ def contrast(facts: Sequence[Fact]) -> list[Fact]:
 
 def way_out(mine: Fact, theirs: Fact) -> str:
     """Return the last sentences of a ``DesyncError``: the way to equal facts."""
-    kinds = {mine.kind, theirs.kind}
-    if RAISED in kinds:
-        return _ONE_RANK_RAISED
-    if BEGINS not in kinds:
+    if BEGINS not in (mine.kind, theirs.kind):
         return _SAME_UNITS
     # The same call of the model: only flags and settings tell the two apart.
-    is_same_call = mine.of == theirs.of
-    return _SAME_SETTINGS if is_same_call or mine.named or theirs.named else SAME_ROUNDS
+    is_same_call = mine.of == theirs.of or mine.named or theirs.named
+    return _SAME_SETTINGS if is_same_call else _SAME_ROUNDS
 
 
-def forward_use(use: FlatParamHandle | None) -> Fact:
-    """Return the fact of a use in forward."""
-    if use is None:
+def forward_fact(value: Any, at: str) -> Fact:
+    """Return the fact of a use in forward, or of the begin of a forward."""
+    if at == BEGIN:
+        fqn, training, grads, changed = value
+        how = "training" if training else "eval", "with" if grads else "without"
+        of = f"a forward of {quoted(fqn)} in {how[0]} mode {how[1]} gradients"
+        return Fact(f"begins {of}", BEGINS, of, _flags(changed))
+    if value is None:
         return Fact("has no further unit to run")
     # The size lets ranks with models of different shapes raise before a collective.
-    regions = use.layout.regions
+    regions = value.layout.regions
     numel = sum(region.layout.padded_numel for region in regions)
-    does = f"runs {use.name} of {numel:,} elements"
+    does = f"runs {value.name} of {numel:,} elements"
     if len(regions) > 1:
         # ``group_by`` may return different groups on different ranks (for example
         # ``hash`` of a string); the sizes may be equal in spite of that.
@@ -306,42 +298,30 @@ def forward_use(use: FlatParamHandle | None) -> Fact:
     return Fact(does)
 
 
-def backward_use(use: Any) -> Fact:
-    """Return the fact of a use in backward."""
-    if use is None:
+def backward_fact(value: Any, at: str) -> Fact:
+    """Return the fact of a use in backward, or of the begin of a backward."""
+    if at == BEGIN:
+        forward, syncs, structures, changed = value
+        of = forward_fact(forward, BEGIN).of if forward else "no forward"
+        does = f"begins the backward of {of}"
+        # Without a root there are no units, and no reductions.
+        if not all(syncs) or not syncs:
+            does += f", reductions off{' for some units' if any(syncs) else ''}"
+        if rebuilt := sum(map(bool, structures)):
+            digest = zlib.crc32(repr(structures).encode())
+            does += f", with requires_grad changed in {rebuilt} units ({digest:08x})"
+        return Fact(does, BEGINS, of, _flags(changed))
+    if value is None:
         return Fact("has no further backward or reduction")
-    if isinstance(use, FlatParamHandle):
-        return Fact(f"runs the backward of {use.name}")
-    handle, structure, arrived = use
+    if isinstance(value, FlatParamHandle):
+        return Fact(f"runs the backward of {value.name}")
+    handle, structure, arrived = value
     does = f"reduces the gradients of {handle.name}"
     # The unit was rebuilt since, so the flags no longer match its regions.
     if structure != handle.layout.structure:
         return Fact(f"{does}, grouped as they were")
     missing = _without_gradient(handle, arrived)
-    named = tuple([f"no gradient for {quoted(name)}" for name in missing])
-    return Fact(does, named=named)
-
-
-def forward_begin(mode: Any) -> Fact:
-    """Return the fact of the begin of a forward."""
-    fqn, training, grads, changed = mode
-    how = "training" if training else "eval", "with" if grads else "without"
-    of = f"a forward of {quoted(fqn)} in {how[0]} mode {how[1]} gradients"
-    return Fact(f"begins {of}", BEGINS, of, _flags(changed))
-
-
-def backward_begin(mode: Any) -> Fact:
-    """Return the fact of the begin of a backward."""
-    forward, syncs, structures, changed = mode
-    of = forward_begin(forward).of if forward else "no forward"
-    does = f"begins the backward of {of}"
-    # Without a root there are no units, and no reductions.
-    if not all(syncs) or not syncs:
-        does += f", reductions off{' for some units' if any(syncs) else ''}"
-    if rebuilt := sum(map(bool, structures)):
-        digest = zlib.crc32(repr(structures).encode())
-        does += f", with requires_grad changed in {rebuilt} units ({digest:08x})"
-    return Fact(does, BEGINS, of, _flags(changed))
+    return Fact(does, named=tuple([f"no gradient for {quoted(n)}" for n in missing]))
 
 
 def _flags(changed: Iterable[Sequence[Any]]) -> tuple[str, ...]:

@@ -8,8 +8,7 @@ A *round* is a forward or a backward. The first round of a mode (training or eva
     else:
         log.depart(unit, mode)
 
-``RoundOrder`` expects the order in which the logs of a group (of several models) begin
-their rounds. Only a rank without a matching entry communicates (``order_compare``)::
+Only a rank without a matching entry communicates (``order_compare``)::
 
     this rank              its next use    action
     follows the record     as recorded     nothing is sent, no wait
@@ -30,9 +29,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from threading import Thread
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -41,18 +38,13 @@ from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef, Groups
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import operation_log, record
-from composable_fsdp.comm.sequence import note_thread
+from composable_fsdp.comm.operations import note_thread, record
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.features.guard.meetings import History, history_of, keep
+from composable_fsdp.features.guard.order import Order, order_over
 from composable_fsdp.features.guard.order_compare import (
     BEGIN,
     END,
     OrderComparison,
-    backward_begin,
-    backward_use,
-    forward_begin,
-    forward_use,
     missing_gradients,
 )
 from composable_fsdp.features.guard.same_models import compare_models
@@ -64,61 +56,8 @@ NOTHING: Sequence[object] = (None,)
 """The record of a round without a record: ``None`` is no use, so no use matches."""
 _STEADY = 4
 """Number of equal rounds after which a mode whose order varied is recorded again."""
-_CONTEXTS = (4, 2)
-"""Numbers of rounds after which the next log is known, the longest first."""
-_MOST_CONTEXTS = 256
-"""Number of contexts that ``RoundOrder`` remembers."""
-
-
-class RoundOrder:
-    """The order in which the order logs over process groups begin their rounds."""
-
-    __slots__ = ("_expected", "_followers", "_history", "logs", "raised", "threads")
-
-    def __init__(self, threads: set[Thread]) -> None:
-        self.threads = threads
-        self.logs: list[str] = []
-        """The names of all order logs over the first group, by number of the log."""
-        self.raised: dict[int, tuple[int, int]] = {}
-        """By number of the log: the round that was abandoned, and the number of its
-        uses, if other ranks may wait in collectives that this rank has left out."""
-        self._expected: int | None = None
-        self._history: tuple[int, ...] = ()
-        """The last rounds: a hash of log and mode each."""
-        self._followers: dict[tuple[int, ...], int] = {}
-        """By the last rounds: the number of the log that began the next round."""
-
-    def expected(self) -> int | None:
-        """Return the log that will begin a round next; None without experience."""
-        known = (self._followers.get(self._history[-n:]) for n in _CONTEXTS)
-        self._expected = next((log for log in known if log is not None), None)
-        return self._expected
-
-    def begin(self, number: int, mode: Hashable) -> None:
-        """Note that log ``number`` begins a round in ``mode``, after ``expected``."""
-        if self._expected != number:
-            for n in _CONTEXTS:
-                keep(self._followers, self._history[-n:], number, most=_MOST_CONTEXTS)
-        self._history = (*self._history[1 - _CONTEXTS[0] :], hash((number, mode)))
-
-
-_orders: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], RoundOrder]] = (
-    WeakKeyDictionary()
-)
-
-
-def round_order(groups: Sequence[dist.ProcessGroup]) -> RoundOrder:
-    """Return the order of the logs over ``groups``."""
-    # An order for each choice of groups: all ranks that compare must have the same
-    # experience, and a replica may evaluate alone, or freeze what others train.
-    found = _orders.setdefault(groups[0], {})
-    key = tuple([group.group_name for group in groups])
-    if key not in found:
-        made = RoundOrder(operation_log(groups[0]).threads)
-        for first in found.values():
-            made.logs, made.raised = first.logs, first.raised
-        found[key] = made
-    return found[key]
+_MOST_MODES = 64
+"""Number of modes whose orders are kept, the latest."""
 
 
 class Record:
@@ -145,27 +84,16 @@ class Record:
 class OrderLog:
     """The order of uses in a direction (forward or backward) over process groups."""
 
-    # All logs over the first group share ``rounds``.
-
     __slots__ = (
-        *("_at_end", "_entries", "_last", "_open", "_record", "_recording"),
-        *("_records", "_run", "_successors", "call", "calls", "comparison"),
-        *("expected", "number", "position", "round", "rounds"),
+        *("_at_end", "_entries", "_mode", "_open", "_record", "_recording"),
+        *("_records", "comparison", "expected", "number", "order", "position"),
+        "round",
     )
 
-    def __init__(
-        self,
-        name: str,
-        rounds: RoundOrder,
-        comparison: Any,
-        call: Call | None = None,
-        calls: History | None = None,
-    ) -> None:
-        self.rounds, self.comparison = rounds, comparison  # an ``OrderComparison``
-        self.call, self.calls = call, calls
-        """A round as a call, and the calls over the group; None in backward."""
-        self.number = len(rounds.logs)  # among the logs over its group
-        rounds.logs.append(name)
+    def __init__(self, name: str, order: Order, comparison: Any) -> None:
+        self.order, self.comparison = order, comparison  # an ``OrderComparison``
+        self.number = len(order.logs)  # among the logs over its group
+        order.logs.append(name)
         self.round = 0  # the number of the current round, or of the last
         self.expected: Sequence[object] = NOTHING
         """The recorded uses of this round, then ``None``."""
@@ -176,10 +104,7 @@ class OrderLog:
         self._entries: list[object] = []  # uses, while this rank records
         self._records: dict[Hashable, Record] = {}  # by mode
         self._record = Record()  # of the mode of this round
-        self._last: Hashable = None  # the mode of the current round, or of the last
-        self._run = 0  # the number of consecutive rounds with mode ``_last``
-        # By mode and length of its run: the mode that followed.
-        self._successors: dict[tuple[Hashable, int], Hashable] = {}
+        self._mode: Hashable = None  # of the current round, or of the last
 
     @property
     def is_open(self) -> bool:
@@ -218,13 +143,13 @@ class OrderLog:
             self.comparison.depart(self.round, f"use {index}", use, wanted, since=since)
             self._record.departures += 1
         elif not self._at_end:
-            self._compare(f"use {len(self._entries)}", use)
+            self._compare(f"use {len(self._entries)}", [use])
         self._entries.append(use)
 
-    def _compare(self, at: str, value: object) -> None:
+    def _compare(self, at: str, values: Sequence[object]) -> None:
         """Compare with all ranks, which raise together."""
         try:
-            self.comparison.compare(self.round, at, value)
+            self.comparison.compare(self.round, at, values)
         except DesyncError:
             # No rank waits for another, so that the next round needs no meeting.
             self._close()
@@ -242,7 +167,11 @@ class OrderLog:
             if self._at_end:
                 self._compare(END, self._entries)
             self._record.update(self._entries, self.round)
-            keep(self._records, self._last, self._record)
+            # The newest entry comes last, and the oldest goes.
+            self._records.pop(self._mode, None)
+            self._records[self._mode] = self._record
+            if len(self._records) > _MOST_MODES:
+                del self._records[next(iter(self._records))]
         self._close()
 
     def drop(self) -> None:
@@ -254,7 +183,7 @@ class OrderLog:
         # The number of further uses is not known while this rank records.
         if self._recording or (self._open and self.expected[self.position] is not None):
             uses = len(self._entries) if self._recording else self.position
-            self.rounds.raised[self.number] = self.round, uses
+            self.order.raised[self.number] = self.round, uses
         self._close()
 
     def _close(self) -> None:
@@ -264,22 +193,16 @@ class OrderLog:
 
     def _begin(self, mode: Hashable) -> None:
         """Begin a round: compare its begin with the expected begin, find the record."""
-        rounds = self.rounds
-        note_thread(rounds.threads)
-        if self.call is not None and self.calls is not None:
-            self.calls.begin_forward(self.number, self.call)
+        order = self.order
+        note_thread(order.threads)
         self.round += 1
         self._open = True
-        if rounds.raised:
-            self.comparison.meet_after_raise(self.round, rounds.raised)
-            rounds.raised.clear()
-        predicted = self._compare_begin(mode)
-        rounds.begin(self.number, mode)
-        if predicted != mode:
-            keep(self._successors, (self._last, self._run), mode)
-        self._run = self._run + 1 if mode == self._last else 1
-        self._last = mode
-        self._entries = []
+        if order.raised:
+            self.comparison.meet_after_raise(self.round, order.raised)
+            order.raised.clear()
+        self._compare_begin(mode, order.expected())
+        order.note((self.number, mode))
+        self._mode, self._entries = mode, []
         self._record = record = self._records.get(mode) or Record()
         varies = record.departures > 1
         self._recording = varies or record.uses is None
@@ -288,26 +211,19 @@ class OrderLog:
         self.expected = NOTHING if self._recording else record.uses or NOTHING
         self.position = 0
 
-    def _compare_begin(self, mode: Hashable) -> Hashable:
-        """Compare the begin of a round that was not expected; return what was."""
-        # The mode of a round is predicted from the mode before, and from how many
-        # rounds in a row had that mode: an evaluation after every 100 steps is
-        # predicted from the second time on. Without experience, a mode that ran twice
-        # is expected again.
-        usual = self._last if self._run > 1 else None
-        predicted = self._successors.get((self._last, self._run), usual)
-        number, logs = self.rounds.expected(), self.rounds.logs
-        # All ranks have the same experience. Without experience, all ranks compare.
-        if number is None or (number == self.number and predicted is None):
-            self._compare(BEGIN, mode)
-        # Ranks whose prediction comes true send nothing, so this rank has to wait for
+    def _compare_begin(self, mode: Hashable, expected: Any) -> None:
+        """Compare the begin of a round, unless it is ``expected`` on all ranks."""
+        if expected is None:
+            return self._compare(BEGIN, [mode])
+        number, recorded = (None, None) if isinstance(expected, Call) else expected
+        # Ranks that begin what they expect send nothing, so this rank has to wait for
         # all ranks to begin the same round.
-        elif number != self.number:
-            self.comparison.depart(self.round, BEGIN, mode, other=logs[number])
-        elif predicted != mode:
+        if number != self.number:
+            other = expected.story if number is None else self.order.logs[number]
+            self.comparison.depart(self.round, BEGIN, mode, other=other)
+        elif recorded != mode:
             since = self.round - 1
-            self.comparison.depart(self.round, BEGIN, mode, predicted, since=since)
-        return predicted
+            self.comparison.depart(self.round, BEGIN, mode, recorded, since=since)
 
 
 def compare_ranks(context: RuntimeContext, root: _RootFSDPState) -> None:
@@ -340,7 +256,6 @@ def _assign_order_logs(
     backward: dict[tuple[str, ...], OrderLog] = {}
     waiting = partial(missing_gradients, weakref.ref(context))
     tree = type(root.module).__name__
-    call = Call("forward", root.title)
     known: dict[Groups, UnitLogs] = {}
     for handle in context.handles:
         # A unit without elements sends no collective.
@@ -353,7 +268,7 @@ def _assign_order_logs(
         if handle.groups not in known:
             shard = handle.groups.shard
             gathers = [] if shard is None else [shard]
-            in_forward = _log(forward, "forward", tree, gathers, str, call)
+            in_forward = _log(forward, "forward", tree, gathers, str)
             both = handle.groups.present
             in_backward = _log(backward, "backward", tree, both, waiting)
             # Without a shard group there is no all-gather, but gradients are reduced
@@ -382,7 +297,6 @@ def _log(
     tree: str,
     groups: Sequence[dist.ProcessGroup],
     waiting: Callable[[], str],
-    call: Call | None = None,
 ) -> OrderLog | None:
     """Return the log for ``groups``, created at the first call; None without groups."""
     if not groups:
@@ -390,15 +304,10 @@ def _log(
     # Units may have equal groups in different ``Groups`` objects.
     key = tuple(group.group_name for group in groups)
     if key not in logs:
-        rounds = round_order(groups)
-        name = f"a {what} of {tree} (order log {len(rounds.logs)})"
-        is_forward = what == "forward"
-        use = forward_use if is_forward else backward_use
-        mode = forward_begin if is_forward else backward_begin
+        order = order_over(groups)
+        name = f"a {what} of {tree} (order log {len(order.logs)})"
         # All ranks come here, and some may use the store later without the others.
-        peers = [Peers(g, what) for g in groups if can_compare(g)]
-        comparison = OrderComparison(peers, what, name, use, mode, waiting)
-        # Without ranks to compare with, no call meets.
-        calls = history_of(groups[0]) if call is not None and peers else None
-        logs[key] = OrderLog(name, rounds, comparison, call, calls)
+        peers = [Peers(group, what) for group in groups if can_compare(group)]
+        comparison = OrderComparison(peers, what, name, waiting)
+        logs[key] = OrderLog(name, order, comparison)
     return logs[key]
