@@ -214,32 +214,34 @@ def all_reduce(
 
 def gather_flat(full: Tensor | None, shard: Tensor, group: dist.ProcessGroup) -> None:
     """Fill ``full`` on the first rank with the shards of all ranks, in rank order."""
-    _note("gather", [shard], group)
-    # torch.distributed expects the global rank of the receiver.
-    first = dist.get_global_rank(group, 0)
-    part, parts = shard.view(torch.uint8), _parts(full, group)
-    _send(
-        begin("gather", group, shard),
-        lambda later: dist.gather(part, parts, dst=first, group=group, async_op=later),
-    )
+    _at_first_rank("gather", dist.gather, "dst", full, shard, group)
 
 
 def scatter_flat(shard: Tensor, full: Tensor | None, group: dist.ProcessGroup) -> None:
     """Give every rank its slice of the full buffer of the first rank."""
-    _note("scatter", [shard], group)
-    # torch.distributed expects the global rank of the sender.
-    first = dist.get_global_rank(group, 0)
-    part, parts = shard.view(torch.uint8), _parts(full, group)
-    _send(
-        begin("scatter", group, shard),
-        lambda later: dist.scatter(part, parts, src=first, group=group, async_op=later),
-    )
+    _at_first_rank("scatter", dist.scatter, "src", full, shard, group)
 
 
-def _parts(full: Tensor | None, group: dist.ProcessGroup) -> list[Tensor] | None:
-    """Split a full buffer into the ranks' slices, as bytes; None stays None."""
+def _at_first_rank(
+    op: str,
+    send: Callable[..., dist.Work | None],
+    end: str,
+    full: Tensor | None,
+    shard: Tensor,
+    group: dist.ProcessGroup,
+) -> None:
+    """Move shards into or out of the full buffer of the first rank, the ``end``."""
+    _note(op, [shard], group)
     # Bytes, because gloo cannot gather or scatter complex numbers.
-    return None if full is None else list(full.view(torch.uint8).chunk(group.size()))
+    part, parts = shard.view(torch.uint8), None
+    if full is not None:
+        parts = list(full.view(torch.uint8).chunk(group.size()))
+    # torch.distributed expects a global rank.
+    first = {end: dist.get_global_rank(group, 0)}
+    _send(
+        begin(op, group, shard),
+        lambda later: send(part, parts, group=group, async_op=later, **first),
+    )
 
 
 def all_to_all(
@@ -304,7 +306,9 @@ def all_gather_tag(tag: int, group: dist.ProcessGroup) -> list[int]:
 
 def all_gather_digests(digest: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     """Return the integers ``digest`` of all ranks, one rank after the other."""
-    _note("all_gather_digests", [torch.tensor([*digest] * group.size())], group)
+    size = len(digest) * group.size()
+    every = torch.empty(size, dtype=torch.int64, device="meta")
+    _note("all_gather_digests", [every], group)
     why = "comparison of the models"
     return _all_gather_numbers(digest, group, "all_gather_digests", why)
 

@@ -7,40 +7,33 @@ from collections.abc import Sequence
 import pytest
 
 from composable_fsdp.features.guard.order import MOST_EVENTS, Order
-from composable_fsdp.features.guard.order_compare import BEGIN, END, OrderComparison
 from composable_fsdp.features.guard.order_log import OrderLog
+from composable_fsdp.features.guard.order_words import BEGIN, END
 
 
-class Calls(OrderComparison):
-    """Notes the comparisons that the log asks for, and makes none."""
+class Log(OrderLog):
+    """Notes the comparisons that it is to make, and makes none."""
 
-    def __init__(self) -> None:
-        super().__init__((), "forward", "tree")
+    def __init__(self, order: Order | None = None) -> None:
+        super().__init__("forward", "Model", order or Order(set()))
         self.made: list[str] = []
 
-    def compare(self, number: int, at: str, values: Sequence[object]) -> None:
+    def _exchange(self, at: str, values: Sequence[object]) -> None:
         """All ranks come here."""
         self.made.append({BEGIN: "begin", END: "round"}.get(at, "use"))
 
-    def depart(self, number: int, at: str, *_: object, **__: object) -> None:
+    def _announce(self, at: str, *_: object, **__: object) -> None:
         """A use or a begin is not the expected one."""
         self.made.append("depart begin" if at == BEGIN else "depart")
 
 
-def new_log(order: Order | None = None) -> OrderLog:
-    """A log that compares with nobody."""
-    return OrderLog("log", order or Order(set()), Calls())
-
-
-def made(log: OrderLog) -> list[str]:
+def made(log: Log) -> list[str]:
     """The comparisons since the last call."""
-    calls = log.comparison
-    assert isinstance(calls, Calls)
-    found, calls.made = calls.made, []
+    found, log.made = log.made, []
     return found
 
 
-def run(log: OrderLog, uses: str, mode: str = "train") -> list[bool]:
+def run(log: Log, uses: str, mode: str = "train") -> list[bool]:
     """One round; whether each use was the expected one."""
     hits = []
     for use in uses:
@@ -56,7 +49,7 @@ def run(log: OrderLog, uses: str, mode: str = "train") -> list[bool]:
 @pytest.mark.req("X-12")
 def test_a_round_is_compared_while_it_is_recorded_and_when_it_departs() -> None:
     """A steady round compares nothing; a departure compares the rest of the round."""
-    log = new_log()
+    log = Log()
 
     run(log, "abc")
     assert made(log) == ["begin", "use", "use", "use", "use"]
@@ -76,7 +69,7 @@ def test_a_round_is_compared_while_it_is_recorded_and_when_it_departs() -> None:
 @pytest.mark.req("X-12")
 def test_an_order_that_varies_is_compared_once_in_a_round() -> None:
     """From the third departure on; once the order is steady, it is recorded again."""
-    log = new_log()
+    log = Log()
     for order in ("abc", "abc", "abc", "ab", "abc"):
         run(log, order)
     made(log)
@@ -97,7 +90,7 @@ def test_an_order_that_varies_is_compared_once_in_a_round() -> None:
 def test_logs_over_a_group_have_a_common_order_of_rounds() -> None:
     """A schedule of two models is expected once it has run; another one departs."""
     order = Order(set())
-    one, two = new_log(order), new_log(order)
+    one, two = Log(order), Log(order)
 
     def schedule(names: str) -> list[str]:
         for name in names:

@@ -45,9 +45,10 @@ from composable_fsdp.tree.moments import Observer
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _ACTIONS = ("warn", "error", "off")
+# One before which gradients were cleared counts for half of them: then the program has
+# its own way to step.
 _PATIENCE = 64
-"""Forwards after which the audit ends without a step. One before which gradients were
-cleared counts for half of them: then the program has its own way to step."""
+"""Forwards after which the audit ends without a step."""
 
 _wanted: weakref.WeakKeyDictionary[_FSDPState, str] = weakref.WeakKeyDictionary()
 _nodes: weakref.WeakKeyDictionary[RuntimeContext, object] = weakref.WeakKeyDictionary()

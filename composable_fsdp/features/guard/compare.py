@@ -25,21 +25,20 @@ SAME_CALLS = "Make the same calls in the same order on every rank."
 class Announcement(NamedTuple):
     """What a rank comes to a meeting with."""
 
-    does: str
-    """What the rank does, for the error of ranks that do something else."""
-    is_in: str
-    """What the rank does while it waits."""
-    way_out: str
-    """The last sentences of an error."""
-    place: tuple[str, ...] = ()
-    """Where in the order of units; empty for a call of the user."""
-    facts: object = None
-    """What is compared besides the place; ``does`` if None."""
+    does: str  # for the error of ranks that do something else
+    way_out: str  # the last sentences of an error
+    place: tuple[str, ...] = ()  # in the order of units; empty for a call of the user
+    facts: object = None  # what is compared besides the place; ``does`` if None
 
     @classmethod
     def of(cls, call: Call) -> Announcement:
         """Return the announcement of a call of the user."""
-        return cls(f"calls {call.story}", f"is in {call.story}", call.way_out)
+        return cls(f"calls {call.story}", call.way_out)
+
+    @property
+    def is_in(self) -> str:
+        """What the rank does while it waits."""
+        return self.does if self.place else self.does.replace("calls", "is in", 1)
 
     def alone(self, why: str) -> str:
         """Return the error of this rank, which gives up because of ``why``."""

@@ -29,7 +29,7 @@ _LONGEST = 32
 class Order:
     """The events over some groups: rounds (log number, mode), and calls that meet."""
 
-    __slots__ = ("_at", "events", "logs", "raised", "threads")
+    __slots__ = ("at", "events", "logs", "raised", "threads")
 
     def __init__(
         self,
@@ -44,29 +44,29 @@ class Order:
         """By number of the log: the round that was abandoned, and the number of its
         uses, if other ranks may wait in collectives that this rank has left out."""
         self.events: list[Hashable] = []
-        self._at = 0  # index of the event that is expected next; 0 for none
+        self.at = 0  # index of the event that is expected next; 0 for none
 
     def expected(self) -> Hashable:
         """Return the event that is expected next; None without experience."""
-        return self.events[self._at] if self._at else None
+        return self.events[self.at] if self.at else None
 
     def note(self, event: Hashable) -> None:
         """Append ``event``, which all ranks share."""
-        events, at = self.events, self._at
+        events, at = self.events, self.at
         if at and events[at] == event:
             # The object from before: modes name all units, and thousands are kept.
             events.append(events[at])
-            self._at = at + 1
+            self.at = at + 1
         else:
             with suppress(ValueError):
                 event = events[events.index(event)]
             events.append(event)
-            self._at = self._repeated()
+            self.at = self._repeated()
         if len(events) > MOST_EVENTS:
             del events[: MOST_EVENTS // 2]
-            self._at -= MOST_EVENTS // 2
-            if self._at <= 0:
-                self._at = self._repeated()
+            self.at -= MOST_EVENTS // 2
+            if self.at <= 0:
+                self.at = self._repeated()
 
     def _repeated(self) -> int:
         """Return the index behind the earliest place that is most like the end."""
@@ -82,12 +82,12 @@ class Order:
     def forget(self) -> None:
         """Forget all events."""
         self.events.clear()
-        self._at = 0
+        self.at = 0
 
     def told(self) -> list[object]:
         """Return the history in the form in which ranks compare it."""
         shown = (e.story if isinstance(e, Call) else e[0] for e in self.events)  # type: ignore[index]  # rounds are tuples
-        return [self._at, *shown]
+        return [self.at, *shown]
 
 
 _orders: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], Order]] = (

@@ -8,13 +8,15 @@ A *round* is a forward or a backward. The first round of a mode (training or eva
     else:
         log.depart(unit, mode)
 
-Only a rank without a matching entry communicates (``order_compare``)::
+Ranks that issue collectives in different orders deadlock or exchange wrong data, so a
+rank without a matching entry communicates. A ``DesyncError`` names both orders::
 
     this rank              its next use    action
     follows the record     as recorded     nothing is sent, no wait
     follows the record     another use     depart: meet all ranks in the store, who must
                                            have departed to the same use
-    records                any             exchange a tag of the use with all ranks
+    records                any             exchange a tag of the use with all ranks, and
+                                           the facts only if tags differ
     varies (departed       any             exchange a tag of all uses at the end of the
     twice), or captures                    round
 
@@ -29,26 +31,40 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef, Groups
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import note_thread, record
+from composable_fsdp.comm.operations import leave, note_thread, record
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.features.guard.order import Order, order_over
-from composable_fsdp.features.guard.order_compare import (
+from composable_fsdp.features.guard.compare import Announcement, gather, tag_of
+from composable_fsdp.features.guard.meetings import history_of
+from composable_fsdp.features.guard.order import MOST_EVENTS, Order, order_over
+from composable_fsdp.features.guard.order_words import (
     BEGIN,
     END,
-    OrderComparison,
+    ONE_RANK_RAISED,
+    RAISED,
+    SAME_ROUNDS,
+    Fact,
+    Told,
+    backward_fact,
+    contrast,
+    difference,
+    forward_fact,
     missing_gradients,
+    way_out,
 )
 from composable_fsdp.features.guard.same_models import compare_models
+from composable_fsdp.features.guard.watch import require_unbroken
 from composable_fsdp.flat.use_order import NO_LOGS, UnitLogs
+from composable_fsdp.naming import listed
 from composable_fsdp.tree.initial_weights import ALL_RANKS
 from composable_fsdp.tree.state import RuntimeContext, _RootFSDPState
 
@@ -85,15 +101,29 @@ class OrderLog:
     """The order of uses in a direction (forward or backward) over process groups."""
 
     __slots__ = (
-        *("_at_end", "_entries", "_mode", "_open", "_record", "_recording"),
-        *("_records", "comparison", "expected", "number", "order", "position"),
-        "round",
+        *("_at_end", "_entries", "_fact", "_mode", "_name", "_open", "_record"),
+        *("_recording", "_records", "_waiting", "_what", "elsewhere", "expected"),
+        *("number", "order", "peers", "position", "round"),
     )
 
-    def __init__(self, name: str, order: Order, comparison: Any) -> None:
-        self.order, self.comparison = order, comparison  # an ``OrderComparison``
+    def __init__(
+        self,
+        what: str,
+        tree: str,
+        order: Order,
+        peers: Sequence[Peers] = (),
+        waiting: Callable[[], str] = str,
+    ) -> None:
+        self.order, self.peers = order, tuple(peers)
+        """The ranks to compare with, a ``Peers`` for each group; empty if none can."""
         self.number = len(order.logs)  # among the logs over its group
-        order.logs.append(name)
+        self._what = what  # "forward" or "backward"
+        self._name = f"a {what} of {tree} (order log {self.number})"
+        order.logs.append(self._name)
+        self._fact = forward_fact if what == "forward" else backward_fact
+        self._waiting = waiting  # for which gradients units wait, for errors
+        self.elsewhere: tuple[GroupRef, ...] = ()
+        """The other groups of the tree, whose ranks would wait for this rank."""
         self.round = 0  # the number of the current round, or of the last
         self.expected: Sequence[object] = NOTHING
         """The recorded uses of this round, then ``None``."""
@@ -110,12 +140,6 @@ class OrderLog:
     def is_open(self) -> bool:
         """Whether a round is in progress."""
         return self._open
-
-    @property
-    def peers(self) -> Sequence[Any]:
-        """The ranks of each group, a ``Peers`` each."""
-        peers: Sequence[Any] = self.comparison.peers
-        return peers
 
     def depart(self, use: object, mode: Hashable) -> None:
         """Record a use that is not the expected use; call before its collective.
@@ -140,20 +164,11 @@ class OrderLog:
             self._entries = list(self.expected[:index])
             self.expected, self.position, self._recording = NOTHING, 0, True
             since = self._record.since
-            self.comparison.depart(self.round, f"use {index}", use, wanted, since=since)
+            self._announce(f"use {index}", use, wanted, since=since)
             self._record.departures += 1
         elif not self._at_end:
             self._compare(f"use {len(self._entries)}", [use])
         self._entries.append(use)
-
-    def _compare(self, at: str, values: Sequence[object]) -> None:
-        """Compare with all ranks, which raise together."""
-        try:
-            self.comparison.compare(self.round, at, values)
-        except DesyncError:
-            # No rank waits for another, so that the next round needs no meeting.
-            self._close()
-            raise
 
     def end(self) -> None:
         """End the round, if a round is in progress.
@@ -198,10 +213,21 @@ class OrderLog:
         self.round += 1
         self._open = True
         if order.raised:
-            self.comparison.meet_after_raise(self.round, order.raised)
+            # A rank that has not abandoned the same rounds at the same uses would be in
+            # a collective of such a round, with which the next of this rank would pair.
+            what, logs = self._what, sorted(order.raised.items())
+            ended = " and ".join(f"{what} {r} at use {uses}" for _, (r, uses) in logs)
+            does = f"begins {what} {self.round} after an exception that ended {ended}"
+            self._meet(BEGIN, (RAISED, logs), does, ONE_RANK_RAISED)
             order.raised.clear()
-        self._compare_begin(mode, order.expected())
-        order.note((self.number, mode))
+        events, event = order.events, (self.number, mode)
+        # As ``Order.note``, without a call: all ranks begin this round.
+        if order.at and events[order.at] == event and len(events) < MOST_EVENTS:
+            events.append(events[order.at])
+            order.at += 1
+        else:
+            self._compare_begin(mode, order.expected())
+            order.note(event)
         self._mode, self._entries = mode, []
         self._record = record = self._records.get(mode) or Record()
         varies = record.departures > 1
@@ -220,10 +246,111 @@ class OrderLog:
         # all ranks to begin the same round.
         if number != self.number:
             other = expected.story if number is None else self.order.logs[number]
-            self.comparison.depart(self.round, BEGIN, mode, other=other)
+            self._announce(BEGIN, mode, other=other)
         elif recorded != mode:
-            since = self.round - 1
-            self.comparison.depart(self.round, BEGIN, mode, recorded, since=since)
+            self._announce(BEGIN, mode, recorded, since=self.round - 1)
+
+    def _compare(self, at: str, values: Sequence[Any]) -> None:
+        """Compare with all ranks, which raise together."""
+        try:
+            self._exchange(at, values)
+        except DesyncError:
+            # No rank waits for another, so that the next round needs no meeting.
+            self._close()
+            raise
+
+    def _exchange(self, at: str, values: Sequence[Any]) -> None:
+        """Compare a use, a mode (at ``BEGIN``) or all uses (at ``END``) of all ranks.
+
+        Collective: an all-gather of 8 bytes over each group of ``peers``; if tags
+            differ, an all-gather of objects.
+        Raises: DesyncError, on every rank of a group whose ranks differ.
+        """
+        if not self.peers:
+            return
+        facts = tuple([self._fact(value, at) for value in values])
+        # The host cannot read a tag during the capture of a CUDA graph.
+        if is_capturing():
+            return self._meet(at, facts, listed(facts), way_out(facts[-1], Fact("")))
+        # The name tells trees apart that share the group and the names of units.
+        tag = tag_of((self._what, self._name, at, *facts))
+        unlike: list[dist.ProcessGroup] = []
+        for group in [each.group for each in self.peers]:
+            # After a difference in a group, this rank sends another tag to the next, so
+            # that the ranks there raise, too, and do not wait for this rank.
+            tags = collectives.all_gather_tag(~tag if unlike else tag, group)
+            if tags.count(tags[0]) != len(tags):
+                unlike.append(group)
+        if not unlike:
+            return
+        # All ranks of these groups have seen the difference, so all exchange objects.
+        mine = Told(facts, self._place(at), self._waiting())
+        for told in [gather(mine, [group]) for group in unlike]:
+            # The rounds of ranks may have other numbers.
+            if len({(each.facts, each.place[1]) for each in told.values()}) > 1:
+                self._raise(difference(told))
+        self._raise(
+            f"Ranks of another process group disagree in {mine.place[0]}: see the "
+            "error of the other ranks."
+        )
+
+    def _announce(
+        self,
+        at: str,
+        value: Any,
+        wanted: Any = None,
+        *,
+        since: int = 0,
+        other: str = "",
+    ) -> None:
+        """Meet all ranks at a use or mode other than ``wanted``, as in round ``since``.
+
+        ``other``: what was to begin instead of this log.
+        """
+        if not self.peers:
+            return
+        fact = self._fact(value, at)
+        if other:
+            does = f"{fact}, where the order of earlier rounds has {other}"
+            return self._meet(at, fact, does, SAME_ROUNDS)
+        mine, recorded = contrast([fact, self._fact(wanted, at)])
+        does = (
+            f"{mine}{self._waiting()}, where the order recorded in {self._what} "
+            f"{since} has: {recorded}"
+        )
+        self._meet(at, fact, does, way_out(mine, recorded))
+
+    def _place(self, at: str) -> tuple[str, str]:
+        return f"{self._what} {self.round}, at {at}", self._name
+
+    def _meet(self, at: str, facts: tuple[Any, ...], does: str, cure: str) -> None:
+        """Wait until every rank has come to the place with the same facts, too.
+
+        Raises: DesyncError, if a rank does something else, or does not come in time.
+        """
+        announced = Announcement(does, cure, self._place(at), facts)
+        groups = [each.group for each in self.peers]
+        for group in groups:
+            require_unbroken(group)
+        try:
+            for met in groups:
+                history_of(met).gather(announced)
+        except DesyncError as error:
+            text = str(error.args[0])
+            # Other ranks may follow the record and wait in a collective for this rank.
+            for group in groups:
+                if not (error.is_known_to_all and group is met):
+                    leave(group, text)
+            self._raise(text)
+
+    def _raise(self, text: str) -> NoReturn:
+        """Raise ``text``, which the ranks of ``peers`` know, also in other groups."""
+        # Of hybrid sharding, the other replicas have seen no difference in forward, and
+        # wait for this rank in the reductions.
+        for each in self.elsewhere:
+            if (group := each.ref()) is not None:
+                leave(group, text)
+        raise DesyncError(text) from None
 
 
 def compare_ranks(context: RuntimeContext, root: _RootFSDPState) -> None:
@@ -282,9 +409,9 @@ def _assign_order_logs(
     record(shards, agree=True)
     record(present, agree=replicas)
     for log in (*forward.values(), *backward.values()):
-        own = [peers.group for peers in log.comparison.peers]
+        own = [peers.group for peers in log.peers]
         # Groups of a fake world are not watched, and a log has no peers there.
-        log.comparison.elsewhere = tuple(
+        log.elsewhere = tuple(
             GroupRef(group) for group in present if own and group not in own
         )
     context.forward_logs = tuple(forward.values())
@@ -304,10 +431,7 @@ def _log(
     # Units may have equal groups in different ``Groups`` objects.
     key = tuple(group.group_name for group in groups)
     if key not in logs:
-        order = order_over(groups)
-        name = f"a {what} of {tree} (order log {len(order.logs)})"
         # All ranks come here, and some may use the store later without the others.
         peers = [Peers(group, what) for group in groups if can_compare(group)]
-        comparison = OrderComparison(peers, what, name, waiting)
-        logs[key] = OrderLog(name, order, comparison)
+        logs[key] = OrderLog(what, tree, order_over(groups), peers, waiting)
     return logs[key]

@@ -14,8 +14,9 @@ and compared with the other replicas' ::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,9 +56,8 @@ def require_same_weights(
     Collective: an all-gather of objects over each group of ``route``.
     Raises: DesyncError, if the unit's ``check_weights`` is "error".
     """
-    hashes = _initial_hashes(units, parts)
     told = []
-    for (_, state), whole in zip(units, hashes, strict=True):
+    for (_, state), whole in zip(units, _initial_hashes(units, parts), strict=True):
         groups, shards = state.handle.groups, []
         # Replicas of a cut unit are compared shard by shard.
         copies = None if groups.shard is None else groups.replicate
@@ -65,12 +65,25 @@ def require_same_weights(
             shards = hash_values(sharded_leaves(state.handle.layout)).tolist()
         replica = 0 if copies is None else copies.rank()
         told.append((replica, whole, groups.rank, shards))
-    every = gather(told, route)
-    unlike = []
+    unlike = list(_unlike(units, gather(told, route)))
+    if not unlike:
+        return None
+    # An error goes before a warning; all ranks have the same options.
+    strict = [unit for unit in unlike if unit[1].options.check_weights == "error"]
+    text = _text(*(strict or unlike)[0], len(unlike), parts)
+    if strict:
+        raise DesyncError(text)
+    return text
+
+
+def _unlike(
+    units: Units, told: Mapping[int, list[Any]]
+) -> Iterator[tuple[str, _FSDPState, int, dict[int, int]]]:
+    """Yield of each unit with other values the first parameter, and hashes by rank."""
     for i, (name, state) in enumerate(units):
-        # By parameter and by what tells which ranks are compared: the hash by rank.
+        # By parameter and by what tells which ranks are compared.
         found: dict[tuple[int, str, int], dict[int, int]] = {}
-        for rank, units_there in every.items():
+        for rank, units_there in told.items():
             replica, whole, place, shards = units_there[i]
             for index, value in enumerate(whole):
                 # Nothing is known of the initial values of a written parameter.
@@ -81,15 +94,7 @@ def require_same_weights(
         differ = [k for k, values in found.items() if len(set(values.values())) > 1]
         if differ:
             first = min(differ)
-            unlike.append((name, state, first[0], found[first]))
-    # An error goes before a warning; all ranks have the same options.
-    strict = [unit for unit in unlike if unit[1].options.check_weights == "error"]
-    if not unlike:
-        return None
-    text = _text(*(strict or unlike)[0], len(unlike), parts)
-    if strict:
-        raise DesyncError(text)
-    return text
+            yield name, state, first[0], found[first]
 
 
 def _initial_hashes(
