@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +24,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.operations import Operation, begin
-from composable_fsdp.comm.works import (
-    all_reduce_each,
-    all_reduce_slices,
-    one_call_per_buffer,
-)
+from composable_fsdp.comm.works import all_reduce_slices, call_each
 
 # ``all_gather_flat`` and ``reduce_scatter_flat`` run for every unit in every step, so
 # these functions call methods of the process group directly. The public functions of
@@ -134,7 +129,9 @@ def all_gather_flat(
     # gloo's coalesced all-gather reads CUDA tensors as host memory: SIGSEGV
     # (pytorch#152645).
     elif full[0].is_cuda and not operation.log.is_nccl:
-        call = partial(one_call_per_buffer, getattr(group, _ALL_GATHER))
+        pairs = list(zip(whole, part, strict=True))
+        call = getattr(group, _ALL_GATHER)
+        return operation.send(call_each, call, pairs, options, async_op=async_op)
     return operation.send(call, whole, part, options, async_op=async_op)
 
 
@@ -206,10 +203,13 @@ def all_reduce(
     # The components of complex numbers are summed one by one.
     if given[0].is_complex():
         given = _as_real(given)
-    start: Any = group.allreduce_coalesced
-    if not coalesced:
-        start = partial(all_reduce_each, group.allreduce)
-    return operation.send(start, given, options, async_op=async_op)
+    if coalesced:
+        start = group.allreduce_coalesced
+        return operation.send(start, given, options, async_op=async_op)
+    # gloo adds coalesced tensors in another order: a sum would depend on the number of
+    # regions.
+    each = [([tensor],) for tensor in given]
+    return operation.send(call_each, group.allreduce, each, options, async_op=async_op)
 
 
 def gather_flat(full: Tensor | None, shard: Tensor, group: dist.ProcessGroup) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from threading import Thread, current_thread
 from time import time_ns
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -57,13 +57,6 @@ UNEVEN = (
 """The way out of the most frequent wait in a forward."""
 
 
-class Mark(Protocol):
-    """A CUDA event behind a collective."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached the event; never waits."""
-
-
 class Recorder:
     """What sees the operations of a group; this one asks and tells no other rank."""
 
@@ -90,7 +83,8 @@ class Recorder:
             OperationRecord.of(each) for each in list(operation.log.operations)[-3:]
         ]
         return CollectiveError(
-            f"{record.title} failed on this rank after {operation.elapsed:.3g} s: "
+            f"{record.title[:1].upper()}{record.title[1:]} failed on this rank after "
+            f"{operation.elapsed:.3g} s: "
             f"{str(error).strip().rstrip('.')}. {self.last_words()}The last operations "
             f"of this rank: {'; '.join(map(str, last))}. Look first at the output of "
             f"the rank that ended or raised earliest.{uneven} The shards of this rank "
@@ -130,7 +124,7 @@ class OperationLog:
         """The threads that have sent over the group."""
         # By event and not by operation: an event that is recorded again stands for the
         # later operation alone. Units write here in every step, without a call.
-        self.marks: dict[Mark, int] = {}
+        self.marks: dict[Any, int] = {}
         """By CUDA event: the number of the operation behind which it was recorded."""
 
 
@@ -313,16 +307,11 @@ class OperationRecord(NamedTuple):
         )
 
     @property
-    def predicate(self) -> str:
-        """What the rank does that waits in the collective."""
-        return f"is in {self.title[:1].lower()}{self.title[1:]}"
-
-    @property
     def title(self) -> str:
         """The collective as messages name it."""
         about = f" of {self.unit}" if self.unit else ""
         return (
-            f"The {self.op.replace('_', '-')}{about} ({self.phase}; operation "
+            f"the {self.op.replace('_', '-')}{about} ({self.phase}; operation "
             f"{self.number} of process group {self.group!r})"
         )
 

@@ -31,16 +31,12 @@ class Order:
 
     __slots__ = ("at", "events", "logs", "raised", "threads")
 
-    def __init__(
-        self,
-        threads: set[Thread],
-        logs: list[str] | None = None,
-        raised: dict[int, tuple[int, int]] | None = None,
-    ) -> None:
+    def __init__(self, threads: set[Thread], first: Order | None = None) -> None:
         self.threads = threads
-        self.logs = [] if logs is None else logs
+        # Shared with the ``first`` order that has the same first group.
+        self.logs: list[str] = [] if first is None else first.logs
         """The names of all order logs over the first group, by number of the log."""
-        self.raised = {} if raised is None else raised
+        self.raised: dict[int, tuple[int, int]] = {} if first is None else first.raised
         """By number of the log: the round that was abandoned, and the number of its
         uses, if other ranks may wait in collectives that this rank has left out."""
         self.events: list[Hashable] = []
@@ -104,6 +100,5 @@ def order_over(groups: Sequence[dist.ProcessGroup]) -> Order:
     key = tuple([group.group_name for group in groups])
     if key not in found:
         first = next(iter(found.values()), None)
-        shared = () if first is None else (first.logs, first.raised)
-        found[key] = Order(operation_log(groups[0]).threads, *shared)
+        found[key] = Order(operation_log(groups[0]).threads, first)
     return found[key]

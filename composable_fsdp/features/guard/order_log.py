@@ -101,9 +101,9 @@ class OrderLog:
     """The order of uses in a direction (forward or backward) over process groups."""
 
     __slots__ = (
-        *("_at_end", "_entries", "_fact", "_mode", "_name", "_open", "_record"),
+        *("_at_end", "_entries", "_fact", "_mode", "_name", "_record"),
         *("_recording", "_records", "_waiting", "_what", "elsewhere", "expected"),
-        *("number", "order", "peers", "position", "round"),
+        *("is_open", "number", "order", "peers", "position", "round"),
     )
 
     def __init__(
@@ -129,17 +129,12 @@ class OrderLog:
         """The recorded uses of this round, then ``None``."""
         self.position = 0
         """Index of the next use in ``expected``."""
-        self._open = self._recording = False
+        self.is_open = self._recording = False  # whether a round is in progress
         self._at_end = False  # the uses of this round are compared at its end
         self._entries: list[object] = []  # uses, while this rank records
         self._records: dict[Hashable, Record] = {}  # by mode
         self._record = Record()  # of the mode of this round
         self._mode: Hashable = None  # of the current round, or of the last
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a round is in progress."""
-        return self._open
 
     def depart(self, use: object, mode: Hashable) -> None:
         """Record a use that is not the expected use; call before its collective.
@@ -153,7 +148,7 @@ class OrderLog:
         """
         # The first use of a round has no record to compare with until the mode is
         # known.
-        if not self._open:
+        if not self.is_open:
             self._begin(mode)
             if self.expected[self.position] == use:
                 self.position += 1
@@ -175,7 +170,7 @@ class OrderLog:
 
         Collective, Raises: as ``depart``; fewer uses than recorded are a departure.
         """
-        if not self._open:
+        if not self.is_open:
             return
         if self._recording or self.expected[self.position] is not None:
             self.depart(None, None)
@@ -196,14 +191,16 @@ class OrderLog:
         of all ranks.
         """
         # The number of further uses is not known while this rank records.
-        if self._recording or (self._open and self.expected[self.position] is not None):
+        if self._recording or (
+            self.is_open and self.expected[self.position] is not None
+        ):
             uses = len(self._entries) if self._recording else self.position
             self.order.raised[self.number] = self.round, uses
         self._close()
 
     def _close(self) -> None:
         """Leave the round that has ended or was abandoned."""
-        self._open = self._recording = self._at_end = False
+        self.is_open = self._recording = self._at_end = False
         self.expected, self.position = NOTHING, 0
 
     def _begin(self, mode: Hashable) -> None:
@@ -211,7 +208,7 @@ class OrderLog:
         order = self.order
         note_thread(order.threads)
         self.round += 1
-        self._open = True
+        self.is_open = True
         if order.raised:
             # A rank that has not abandoned the same rounds at the same uses would be in
             # a collective of such a round, with which the next of this rank would pair.
@@ -268,19 +265,20 @@ class OrderLog:
         """
         if not self.peers:
             return
-        facts = tuple([self._fact(value, at) for value in values])
+        # No comprehension, which is a call: each use of the first step comes here.
+        facts = tuple(map(self._fact, values, [at] * len(values)))
         # The host cannot read a tag during the capture of a CUDA graph.
         if is_capturing():
             return self._meet(at, facts, listed(facts), way_out(facts[-1], Fact("")))
         # The name tells trees apart that share the group and the names of units.
         tag = tag_of((self._what, self._name, at, *facts))
         unlike: list[dist.ProcessGroup] = []
-        for group in [each.group for each in self.peers]:
+        for peers in self.peers:
             # After a difference in a group, this rank sends another tag to the next, so
             # that the ranks there raise, too, and do not wait for this rank.
-            tags = collectives.all_gather_tag(~tag if unlike else tag, group)
+            tags = collectives.all_gather_tag(~tag if unlike else tag, peers.group)
             if tags.count(tags[0]) != len(tags):
-                unlike.append(group)
+                unlike.append(peers.group)
         if not unlike:
             return
         # All ranks of these groups have seen the difference, so all exchange objects.

@@ -135,7 +135,7 @@ class GroupWatch(Recorder):
         # The operation in which the main thread waits, or the device is.
         waits = waiting_in(log) or running_in(log)
         if waits is not None:
-            told = [waits.number, OperationRecord.of(waits).predicate]
+            told = [waits.number, f"is in {OperationRecord.of(waits).title}"]
             # The host is behind the operation that the device is in.
             since = waits.waited or waits.issued
             seconds = quiet_for(log) if waits.done else (time.time_ns() - since) / 1e9
@@ -144,8 +144,7 @@ class GroupWatch(Recorder):
             return inside.waited, inside, [log.number, inside.predicate]
         if not log.operations:
             return 0.0, None, [log.number, "has sent no operation yet"]
-        title = OperationRecord.of(log.operations[-1]).title
-        text = f"has finished {title[:1].lower()}{title[1:]}"
+        text = f"has finished {OperationRecord.of(log.operations[-1]).title}"
         return 0.0, None, [log.number, text]
 
     def _look_for_proof(self, store: Any, waits: Operation) -> None:
@@ -155,7 +154,8 @@ class GroupWatch(Recorder):
         key, record = f"{self.keys}/op/{waits.number}", OperationRecord.of(waits)
         does: Any = [waits.op, waits.unit]
         advice = UNEVEN if record.phase == "forward" else ""
-        mine = self._note(does, record.predicate, advice)
+        is_in = f"is in {record.title}"
+        mine = self._note(does, is_in, advice)
         found = []
         if self._said != key:
             if self._said:
@@ -170,7 +170,7 @@ class GroupWatch(Recorder):
             proves = self._is_ordered(other) or other.does in (_LEFT, _OWES)
             if other.does != does and proves:
                 store.compare_set(f"{key}/unlike", "", mine)
-                both = {dist.get_rank(): record.predicate, other.rank: other.predicate}
+                both = {dist.get_rank(): is_in, other.rank: other.predicate}
                 self._proof = waits.number, never_meet(both, other.advice or advice)
 
     def _note(self, does: list[str | None], predicate: str, advice: str) -> str:
