@@ -105,9 +105,11 @@ class Groups:
     @property
     def cut(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups whose ranks hold other elements: shard, then experts."""
+        shard, experts = self.shard_ref, self.experts_ref
         # Clipping asks for each unit in every step: the usual case makes one call.
-        refs = self.shard_ref, self.experts_ref
-        return tuple([ref.get() for ref in refs if ref is not None])
+        if experts is None:
+            return () if shard is None else (shard.get(),)
+        return (*(() if shard is None else (shard.get(),)), experts.get())
 
     @property
     def expert_names(self) -> tuple[str, ...] | None:
