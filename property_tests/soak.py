@@ -24,7 +24,7 @@ from composable_fsdp import unshard_params
 from composable_fsdp.comm import agreement
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import operation_logs
-from composable_fsdp.features.guard import meetings, order_log
+from composable_fsdp.features.guard import order, order_log
 from property_tests import program_actions, program_states
 from property_tests.program_examples import actions
 from property_tests.program_recipes import Options, Part, Program
@@ -125,20 +125,16 @@ class Soak:
         assert all(map(torch.equal, first, second)), name
 
 
-def _tables(each: object) -> list[dict[Any, Any]]:
+def _tables(each: object) -> list[Any]:
     """The tables of ``each`` that steps fill, none beyond its bound."""
-    tables: list[tuple[dict[Any, Any], int]] = []
-    most = meetings.MOST_EVENTS
+    tables: list[tuple[Any, int]] = []
     kind = type(each)  # ``isinstance`` asks some objects of torch, which warn
-    if kind is meetings.CallOrder:
-        assert isinstance(each, meetings.CallOrder)
-        tables = [(each.following, most)]
-    elif kind is order_log.RoundOrder:
-        assert isinstance(each, order_log.RoundOrder)
-        tables = [(each._followers, order_log._MOST_CONTEXTS)]
+    if kind is order.Order:
+        assert isinstance(each, order.Order)
+        tables = [(each.events, order.MOST_EVENTS)]
     elif kind is order_log.OrderLog:
         assert isinstance(each, order_log.OrderLog)
-        tables = [(each._records, most), (each._successors, most)]
+        tables = [(each._records, order_log._MOST_MODES)]
     for table, most in tables:
         assert len(table) <= most, (type(each).__name__, len(table))
     return [table for table, _ in tables]

@@ -2,8 +2,6 @@
 
 The store is one-sided: a rank writes and reads keys without any action of its peers, so
 two ranks that are about to send different collectives can detect the difference before.
-
-Private name, checked on torch 2.13 and 2.11: ``distributed_c10d._get_default_store``.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -84,11 +82,7 @@ class Peers:
         return self._group.get()
 
     def say(self, place: str, value: Any) -> PeerMessage | None:
-        """Write ``value`` at ``place``, unless another rank has written there before.
-
-        One round trip to the store, which waits for no rank. Returns the message of the
-        first rank if its value differs; else None.
-        """
+        """Write ``value`` at ``place``; return another value of an earlier rank."""
         # Compared as JSON, in which a tuple is a list and NaN equals NaN. JSON has no
         # line feeds, so a line feed separates the value from the rest.
         mine = json.dumps(value)
@@ -105,14 +99,13 @@ class Peers:
     ) -> str | None:
         """Return the first text that a rank gives at ``place``, on all ranks.
 
-        Waits at most ``within`` seconds for ranks that do not come, and then goes by
-        those that came. Removes what was said at the places ``also``, too.
+        Goes by the ranks that come ``within`` seconds; removes the places ``also``.
         """
         store, key, size = _store(), self._key(place), self._group.get().size()
         if text is not None:
             self.say(f"{place}/text", text)
-        # A single integer holds both counts: who has read the last arrival has read
-        # all texts' flags, too. The text is written before.
+        # A single integer holds the numbers of ranks that came, that gave a text, which
+        # they wrote before, and that left.
         width = size.bit_length()
         start, between = time.monotonic(), pauses(size)
         counts = int(store.add(key, 1 + ((text is not None) << width)))
@@ -121,20 +114,15 @@ class Peers:
             # Not ``add``: a FileStore grows by each.
             counts = int(store.get(key))
         used = [place, *also]
-        if counts >> width:
+        if (counts >> width) % (1 << width):
             used.append(f"{place}/text")
             told = store.get(self._key(used[-1])).decode()
             text = json.loads(told.rpartition("\n")[0])
-        self.leave(place, used)
+        # The last rank removes the keys.
+        if store.add(key, 1 << 2 * width) >> 2 * width == size:
+            for each in map(self._key, used):
+                store.delete_key(each)
         return text
-
-    def leave(self, where: str, places: Iterable[str]) -> None:
-        """Declare ``places`` finished on this rank; the last rank removes the keys."""
-        store, key = _store(), self._key(where)
-        if store.add(f"{key}/left", 1) < self._group.get().size():
-            return
-        for each in (f"{key}/left", *map(self._key, places)):
-            store.delete_key(each)
 
     def _key(self, place: str) -> str:
         return (
@@ -145,9 +133,7 @@ class Peers:
 def name_in_store(group: dist.ProcessGroup) -> str:
     """Return a name of the group that no other processes have used in this store.
 
-    The first call for a group waits for all its ranks.
-
-    Raises: DesyncError, if a rank does not come within ``seconds_to_wait``.
+    The first call waits for all ranks. Raises: DesyncError, if one does not come.
     """
     return agreed_name(group).agree(seconds_to_wait(group))
 
@@ -181,28 +167,26 @@ def own_connection() -> Any:
     # of this thread, and a request that fails breaks no connection of torch.
     store: Any = distributed_c10d._get_default_store()
     # Other stores have no connection, and a second ``FileStore`` counts as a rank.
-    if not isinstance(_innermost(store), TCPStore):
-        return store
-    store = store.clone()
-    store.set_timeout(timedelta(seconds=5))
+    if _host_of(store) is not None:
+        store = store.clone()
+        store.set_timeout(timedelta(seconds=5))
     return store
 
 
-def _innermost(store: Any) -> Any:
-    """Return the store below all prefixes."""
+def _host_of(store: Any) -> tuple[str, int] | None:
+    """Return the address of the host of a store; None if the store has no host."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return store
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
 def is_there(store: Any) -> bool:
     """Return whether the host of the store can still be reached."""
     # A visit to a host that has gone would print a back-trace of C++ at a normal end.
-    below = _innermost(store)
-    if not hasattr(below, "port"):
-        return True
+    host = _host_of(store)
     try:
-        socket.create_connection((below.host, below.port), 2.0).close()
+        if host is not None:
+            socket.create_connection(host, 2.0).close()
     except OSError:
         return False
     return True

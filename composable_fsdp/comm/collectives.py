@@ -6,9 +6,6 @@ functions send the sizes first, and are not for the steady state. With ``async_o
 a function returns an ``Operation`` whose ``wait`` must be called before the result is
 read; otherwise the current stream is ordered after the collective. All raise
 CollectiveError if the backend raises.
-
-Names of ``ProcessGroup`` methods were checked on torch 2.11 and 2.13, which renamed the
-methods; this module chooses the names at import.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +23,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from composable_fsdp.comm.device import outside_transforms
-from composable_fsdp.comm.operations import begin
-from composable_fsdp.comm.sequence import Operation
-from composable_fsdp.comm.works import (
-    all_reduce_each,
-    all_reduce_slices,
-    one_call_per_buffer,
-)
+from composable_fsdp.comm.operations import Operation, begin
+from composable_fsdp.comm.works import all_reduce_slices, call_each
 
 # ``all_gather_flat`` and ``reduce_scatter_flat`` run for every unit in every step, so
 # these functions call methods of the process group directly. The public functions of
@@ -138,7 +129,9 @@ def all_gather_flat(
     # gloo's coalesced all-gather reads CUDA tensors as host memory: SIGSEGV
     # (pytorch#152645).
     elif full[0].is_cuda and not operation.log.is_nccl:
-        call = partial(one_call_per_buffer, getattr(group, _ALL_GATHER))
+        pairs = list(zip(whole, part, strict=True))
+        call = getattr(group, _ALL_GATHER)
+        return operation.send(call_each, call, pairs, options, async_op=async_op)
     return operation.send(call, whole, part, options, async_op=async_op)
 
 
@@ -210,40 +203,45 @@ def all_reduce(
     # The components of complex numbers are summed one by one.
     if given[0].is_complex():
         given = _as_real(given)
-    start: Any = group.allreduce_coalesced
-    if not coalesced:
-        start = partial(all_reduce_each, group.allreduce)
-    return operation.send(start, given, options, async_op=async_op)
+    if coalesced:
+        start = group.allreduce_coalesced
+        return operation.send(start, given, options, async_op=async_op)
+    # gloo adds coalesced tensors in another order: a sum would depend on the number of
+    # regions.
+    each = [([tensor],) for tensor in given]
+    return operation.send(call_each, group.allreduce, each, options, async_op=async_op)
 
 
 def gather_flat(full: Tensor | None, shard: Tensor, group: dist.ProcessGroup) -> None:
     """Fill ``full`` on the first rank with the shards of all ranks, in rank order."""
-    _note("gather", [shard], group)
-    # torch.distributed expects the global rank of the receiver.
-    first = dist.get_global_rank(group, 0)
-    part, parts = shard.view(torch.uint8), _parts(full, group)
-    _send(
-        begin("gather", group, shard),
-        lambda later: dist.gather(part, parts, dst=first, group=group, async_op=later),
-    )
+    _at_first_rank("gather", dist.gather, "dst", full, shard, group)
 
 
 def scatter_flat(shard: Tensor, full: Tensor | None, group: dist.ProcessGroup) -> None:
     """Give every rank its slice of the full buffer of the first rank."""
-    _note("scatter", [shard], group)
-    # torch.distributed expects the global rank of the sender.
-    first = dist.get_global_rank(group, 0)
-    part, parts = shard.view(torch.uint8), _parts(full, group)
-    _send(
-        begin("scatter", group, shard),
-        lambda later: dist.scatter(part, parts, src=first, group=group, async_op=later),
-    )
+    _at_first_rank("scatter", dist.scatter, "src", full, shard, group)
 
 
-def _parts(full: Tensor | None, group: dist.ProcessGroup) -> list[Tensor] | None:
-    """Split a full buffer into the ranks' slices, as bytes; None stays None."""
+def _at_first_rank(
+    op: str,
+    send: Callable[..., dist.Work | None],
+    end: str,
+    full: Tensor | None,
+    shard: Tensor,
+    group: dist.ProcessGroup,
+) -> None:
+    """Move shards into or out of the full buffer of the first rank, the ``end``."""
+    _note(op, [shard], group)
     # Bytes, because gloo cannot gather or scatter complex numbers.
-    return None if full is None else list(full.view(torch.uint8).chunk(group.size()))
+    part, parts = shard.view(torch.uint8), None
+    if full is not None:
+        parts = list(full.view(torch.uint8).chunk(group.size()))
+    # torch.distributed expects a global rank.
+    first = {end: dist.get_global_rank(group, 0)}
+    _send(
+        begin(op, group, shard),
+        lambda later: send(part, parts, group=group, async_op=later, **first),
+    )
 
 
 def all_to_all(
@@ -298,36 +296,31 @@ def broadcast_object(value: object, group: dist.ProcessGroup) -> Any:
     return values[0]
 
 
-@outside_transforms
 def all_gather_tag(tag: int, group: dist.ProcessGroup) -> list[int]:
-    """Return every rank's ``tag``, an integer of 64 bits, in group rank order.
+    """Return every rank's ``tag``, an integer of 64 bits, in group rank order."""
+    # Not recorded, because it moves no data of the model.
+    return _all_gather_numbers(
+        [tag], group, "all_gather_tag", "comparison of the order"
+    )
 
-    ``record`` leaves this collective out, because it moves no data of the model.
-    """
-    own = torch.tensor([tag], device=_device_of_numbers(group))
-    return _all_gather_numbers(own, group, "all_gather_tag", "comparison of the order")
 
-
-@outside_transforms
 def all_gather_digests(digest: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     """Return the integers ``digest`` of all ranks, one rank after the other."""
-    own = torch.tensor(digest, device=_device_of_numbers(group))
-    _note("all_gather_digests", [own.repeat(group.size())], group)
+    size = len(digest) * group.size()
+    every = torch.empty(size, dtype=torch.int64, device="meta")
+    _note("all_gather_digests", [every], group)
     why = "comparison of the models"
-    return _all_gather_numbers(own, group, "all_gather_digests", why)
+    return _all_gather_numbers(digest, group, "all_gather_digests", why)
 
 
-def _device_of_numbers(group: dist.ProcessGroup) -> torch.device:
-    """Return the device from which ``group`` sends numbers that the host reads."""
-    # Host memory if the group can send from there: the GPU need not be waited for.
-    on_host = "cpu:" in dist.get_backend_config(group)
-    return torch.device("cpu" if on_host else "cuda")
-
-
+@outside_transforms
 def _all_gather_numbers(
-    own: Tensor, group: dist.ProcessGroup, op: str, why: str
+    numbers: Sequence[int], group: dist.ProcessGroup, op: str, why: str
 ) -> list[int]:
     """Return the numbers of all ranks, and record the operation as ``op``."""
+    # From host memory if the group can send from there: the GPU need not be waited for.
+    device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
+    own = torch.tensor(numbers, device=device)
     every = own.new_empty(own.numel() * group.size())
     operation = begin(op, group, every, why)
     start = getattr(group, _ALL_GATHER)

@@ -1,7 +1,6 @@
-"""Exchange outcomes between ranks, so that an error of a rank is raised on all ranks.
+"""Exchange outcomes between ranks: a rank that raises alone leaves the others waiting.
 
-A rank that raises alone leaves the other ranks waiting in a collective. Three ways to
-tell the other ranks, by what the other ranks do at that moment::
+By what the other ranks do at that moment::
 
     raise_on_all_ranks             a rank that raises joins the ``exchange`` in which
                                    the other ranks wait anyway; success sends nothing
@@ -21,27 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.errors import (
-    CheckpointError,
-    CompositionError,
-    DesyncError,
-    FSDPError,
-    PhaseError,
-    PlanError,
-)
-
-_KEPT = (
-    CheckpointError,
-    CompositionError,
-    DesyncError,
-    PhaseError,
-    PlanError,
-    TypeError,
-)
-"""Classes that an error keeps on other ranks; other errors become CheckpointError."""
+from composable_fsdp.errors import CheckpointError, CollectiveError, FSDPError
 
 
 class Failure(NamedTuple):
@@ -57,14 +38,13 @@ class Failure(NamedTuple):
         """Return the failure of the global rank ``rank``; None without an ``error``."""
         if error is None:
             return None
-        # ``str(error)`` would append the rank, and ``rebuilt`` names the rank itself.
-        is_ours = isinstance(error, FSDPError) and error.args
-        text = str(error.args[0]) if is_ours else str(error)
-        kind = type(error)
+        kind, text = type(error), str(error)
         # A class of a user or of another library may need other arguments, or may not
         # be importable where the message arrives.
-        if kind in _KEPT:
-            return cls(kind, text, rank)
+        is_ours = kind.__module__ == FSDPError.__module__
+        if kind is TypeError or (is_ours and kind is not CollectiveError):
+            # ``str`` appends the rank of our errors, and ``rebuilt`` names it itself.
+            return cls(kind, str(error.args[0]) if error.args else text, rank)
         return cls(CheckpointError, f"{kind.__name__}: {text}", rank)
 
     def rebuilt(self, *, named: bool = True) -> Exception:
@@ -115,8 +95,6 @@ def require_success_on_all_ranks(groups: Sequence[dist.ProcessGroup]) -> Iterato
     """If the block raises on any rank, raise on all that ``groups`` reach in turn.
 
     Collective: one all-gather of objects over each of ``groups``.
-    Raises: the exception of the block; on the other ranks the error of the first rank
-        that failed.
     """
     own: Exception | None = None
     try:
@@ -142,7 +120,7 @@ def send_failure(groups: Sequence[dist.ProcessGroup], device: torch.device) -> N
     """
     for group in groups:
         # async_op: this rank's exception is raised at once, whatever the others do.
-        flag = _flag(dist.get_rank() + 1, device)
+        flag = torch.tensor([dist.get_rank() + 1], dtype=torch.int32, device=device)
         sent = collectives.all_reduce(flag, group, maximum=True, async_op=True)
         assert sent is not None
         sent.leave()
@@ -157,15 +135,11 @@ def failed_rank(
     """
     if not groups:
         return None
-    worst = _flag(0, device)
+    # On the compute device, because NCCL sends no CPU tensors.
+    worst = torch.zeros(1, dtype=torch.int32, device=device)
     for group in groups:
         collectives.all_reduce(worst, group, maximum=True)
     # item() waits for the slowest rank of the groups. The number is the rank + 1, so
     # that 0 means that no rank raised.
     number = int(worst.item())
     return number - 1 if number else None
-
-
-def _flag(number: int, device: torch.device) -> Tensor:
-    # On the compute device, because NCCL sends no CPU tensors.
-    return torch.tensor([number], dtype=torch.int32, device=device)

@@ -54,11 +54,11 @@ def _ref(group: dist.ProcessGroup | None) -> GroupRef | None:
 class Groups:
     """The process groups of a unit. A group of a single rank is ``None``.
 
-    ``shard``: the ranks that divide the parameters; ``rank`` is this rank's index
-    there, ``shard_world_size`` the number of ranks. ``replicate``: the ranks with equal
-    shards, over which gradients are averaged; ``replicas`` is the number of ranks.
-    ``experts``: the ranks with other experts, in ``expert_ranks`` number; the unit
-    exchanges nothing with them in a step.
+    ::
+
+        shard       divide the parameters; ``rank`` of ``shard_world_size``
+        replicate   hold equal shards and average gradients; ``replicas`` in number
+        experts     hold other experts, ``expert_ranks``; no exchange in a step
     """
 
     __slots__ = (
@@ -118,11 +118,9 @@ class Groups:
 
     @property
     def expert_names(self) -> tuple[str, ...] | None:
-        """Names of the groups that hold the same experts; None without experts.
-
-        Ranks outside of these groups know other parameters under the unit.
-        """
-        # A rank alone has no such group, and then no other rank knows its experts.
+        """Names of the groups that hold the same experts; None without experts."""
+        # Ranks outside of these groups know other parameters under the unit. A rank
+        # alone has no such group, and then no other rank knows its experts.
         if self.experts_ref is None:
             return None
         return tuple(filter(None, self.names[:2]))

@@ -7,40 +7,13 @@ collective of the other ranks. So such a call meets the other ranks before it se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from composable_fsdp.naming import ranks_text
-
 MEETS: list[Callable[..., None]] = []
 """What ``meet`` calls, with its arguments; ``features.defaults`` fills the list."""
-
-
-class Announcement(NamedTuple):
-    """What a rank comes to a meeting with."""
-
-    told: str
-    """What the rank does, for the error of ranks that do something else."""
-    predicate: str
-    """What the rank does while it waits."""
-    opening: str
-    """The begin of this rank's error if the others do not come."""
-    way_out: str
-    """The last sentences of an error."""
-    place: tuple[str, ...] = ()
-    """Where in the order of units; empty for a call of the user."""
-    facts: object = None
-    """What else is compared."""
-
-    def alone(self, why: str) -> str:
-        """Return the error of this rank, which gives up because of ``why``."""
-        is_whole = self.opening.endswith(".")
-        if "never meet" in why:  # with a way out of its own
-            return f"{self.opening} {why}." if is_whole else f"{why}."
-        why = f"{why[:1].upper()}{why[1:]}" if is_whole else why
-        return f"{self.opening} {why}. {self.way_out}"
 
 
 class Call(NamedTuple):
@@ -64,28 +37,6 @@ class Call(NamedTuple):
         """
         inside = ", ".join(map(str, self.details))
         return f"{self.name}({inside})" + (f" of {self.of}" if self.of else "")
-
-    @property
-    def announced(self) -> Announcement:
-        """The call as this rank announces it."""
-        story = self.story
-        opening = f"{story} was called on this rank, and"
-        return Announcement(f"calls {story}", f"is in {story}", opening, self.way_out)
-
-
-def who_does(texts: Mapping[int, str]) -> str:
-    """Return which ranks do what, in words.
-
-    >>> who_does({0: "calls save()", 1: "calls load()", 2: "calls load()"})
-    'rank 0 calls save(); each of ranks 1-2 calls load()'
-    """
-    ranks: dict[str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        ranks.setdefault(text, []).append(rank)
-    return "; ".join(
-        f"{'each of ' if len(each) > 1 else ''}{ranks_text(each)} {text}"
-        for text, each in ranks.items()
-    )
 
 
 def meet(

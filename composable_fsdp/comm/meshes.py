@@ -53,11 +53,7 @@ def resolve_ranks(
     api: str,
     expert_mesh: DeviceMesh | None = None,
 ) -> RankLayout:
-    """Turn the caller's groups and meshes into a ``RankLayout``.
-
-    Raises: PlanError, for another mesh, for both a mesh and a group, or if this rank is
-        not in the group; CompositionError, if torch.distributed is not initialised.
-    """
+    """Turn the caller's groups and meshes into a ``RankLayout``."""
     require_process_group(api)
     if process_group is not None and device_mesh is not None:
         raise PlanError(
@@ -96,19 +92,15 @@ _layouts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, RankLayout]] =
 def _expert_group(
     mesh: object, shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None
 ) -> dist.ProcessGroup:
-    """Return the group of ranks with other experts.
-
-    Raises: PlanError, if a rank of the mesh also shares the unit; TypeError.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"expert_mesh expects a 1-D DeviceMesh, got {type(mesh).__name__}. Pass "
-            "the dimension whose ranks hold other experts, such as mesh['ep']."
-        )
-    if mesh.ndim != 1:
-        raise PlanError(
-            f"expert_mesh expects a 1-D mesh, got {mesh.ndim}-D: {mesh}. Pass the "
-            "dimension whose ranks hold other experts, such as mesh['ep']."
+    """Return the group of ranks with other experts."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        kind: type[Exception] = TypeError
+        got = type(mesh).__name__
+        if isinstance(mesh, DeviceMesh):
+            kind, got = PlanError, f"{mesh.ndim}-D: {mesh}"
+        raise kind(
+            f"expert_mesh expects a 1-D mesh, got {got}. Pass the dimension whose "
+            "ranks hold other experts, such as mesh['ep']."
         )
     group = _member(mesh.get_group())
     pairs = (shard, replicate)
@@ -128,7 +120,7 @@ def _expert_group(
 def _pair(
     groups: Sequence[dist.ProcessGroup],
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the shard group and the replicate group. Raises: PlanError; TypeError."""
+    """Return the shard group and the replicate group."""
     if len(groups) != 2:
         raise PlanError(
             "A tuple of process groups is (shard group, replicate group); got "
@@ -166,9 +158,7 @@ def _groups_of_mesh(
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
     """Return the groups of a 1-D mesh, a 2-D mesh (replicate, shard), or by names.
 
-    Collective: the creation of process groups if dims are flattened, at the first call
-        for a mesh; all ranks of the mesh must call.
-    Raises: PlanError, for a mesh with other names, or of more dims without; TypeError.
+    Collective: the creation of process groups at the first call, if dims are flattened.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(

@@ -65,9 +65,7 @@ def node_groups(
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Return this rank's (shard, replicate) groups; ``None`` for a single rank.
 
-    Collective: creates the groups at the first call in a process; all ranks of the
-        default group must call.
-    Raises: PlanError, as ``node_size``.
+    Collective: creates the groups at the first call, on all ranks of the default group.
     """
     # Ranks of a node are consecutive, as torchrun numbers the ranks.
     size = node_size(world_size)
@@ -188,16 +186,9 @@ def _known(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
     """Return a group created earlier, if torch.distributed still knows the group."""
     made = _made.get((ranks, purpose))
     group = made() if made is not None else None
-    if group is None:
-        return None
-    try:
-        # The weak reference is not sufficient: another object may keep a destroyed
-        # group alive on this rank and not on another rank. Whether torch.distributed
-        # knows the group is equal on all ranks.
-        dist.get_global_rank(group, 0)
-    except ValueError:
-        return None
-    return group
+    # The weak reference is not sufficient: another object may keep a destroyed group
+    # alive on this rank and not on another. What torch.distributed knows is equal.
+    return group if group in distributed_c10d._world.pg_group_ranks else None
 
 
 def private_group(
@@ -205,13 +196,10 @@ def private_group(
 ) -> dist.ProcessGroup | None:
     """Return a gloo group of the global ``ranks`` for ``purpose``; None for one rank.
 
-    No other code sends on the group, so the group can be used at the same time as
-    collectives of training, and by another thread if the thread has a purpose of its
-    own.
-
-    Collective: creates the group at the first call; all of ``ranks`` must call, other
-        ranks need not.
+    Collective: creates the group at the first call; other ranks need not call.
     """
+    # No other code sends on the group, so it can be used beside training, and by
+    # another thread if the thread has a purpose of its own.
     if len(ranks) == 1:
         return None
     assert dist.group.WORLD is not None
@@ -270,10 +258,8 @@ def _own_group(
 
 def group_timeout(group: Any) -> float:
     """Return the smallest timeout of the group's backends, in seconds."""
-    limits = [distributed_c10d.default_pg_timeout]
-    for device in group._device_types:
-        options: Any = getattr(group._get_backend(device), "options", None)
-        if hasattr(options, "_timeout"):
-            limits.append(options._timeout)
-    # The default of torch.distributed only counts if no backend has a timeout.
-    return min(limits[1:] or limits).total_seconds()
+    backends = [group._get_backend(device) for device in group._device_types]
+    options: list[Any] = [getattr(each, "options", None) for each in backends]
+    limits = [each._timeout for each in options if hasattr(each, "_timeout")]
+    limit: timedelta = min(limits, default=distributed_c10d.default_pg_timeout)
+    return limit.total_seconds()

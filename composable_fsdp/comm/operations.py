@@ -1,22 +1,253 @@
-"""Records of collectives for people: ``recent_operations`` and the words of errors."""
+"""The collectives that this rank issues over each process group, and their records.
+
+Every collective of this package is an ``Operation`` in the ``OperationLog`` of its
+process group, whichever tree, direction or call sends the collective. The ranks of a
+group issue their collectives in the same order, so the n-th operation of a rank pairs
+with the n-th operation of every other rank::
+
+    number  op              unit       phase or call     issued   waited   done
+    410     all_gather      blocks.1   forward           .        .        .
+    411     reduce_scatter  blocks.2   backward          .        .        .
+    412     all_reduce                 clip_grad_norm_   .        .
+"""
 
 from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
+from threading import Thread, current_thread
+from time import time_ns
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from composable_fsdp.comm.sequence import Operation, OperationLog, note_thread
+from composable_fsdp.comm.ranges import collective_range, profiler
 from composable_fsdp.errors import CollectiveError, FSDPError
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase
+
+MOST_OPERATIONS = 1024
+"""Number of operations that are kept per process group."""
+
+PATIENCE = timedelta(seconds=2)
+"""Time that ``Operation.wait`` blocks before asking whether it never ends."""
+
+_NO_LIMIT = timedelta(0)  # as ``Work.wait`` takes it
+
+# A unit is IDLE in the step only while it is prefetched by the forward of another unit.
+PHASES = {
+    Phase.IDLE: "forward",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD_PRE: "backward",
+    Phase.BACKWARD_POST: "backward",
+    Phase.SUMMON: "unshard_params",
+}
+"""The phase of a unit as records and messages name it."""
+
+UNEVEN = (
+    "If ranks have different numbers of batches, composable_fsdp.features."
+    "even_batches(loader, model) gives them the same number of steps."
+)
+"""The way out of the most frequent wait in a forward."""
+
+
+class Recorder:
+    """What sees the operations of a group; this one asks and tells no other rank."""
+
+    def issued(self, operation: Operation) -> None:
+        """Check ``operation`` before it is sent, if the log is ``guarded``."""
+
+    def awaited(self, operation: Operation) -> Exception | None:
+        """Return the error that ends a long wait, if ``operation`` never ends."""
+        return None
+
+    def raises(self, text: str, *, owes: bool) -> None:
+        """Tell the other ranks that this rank raises ``text``."""
+
+    def last_words(self) -> str:
+        """Return what the other ranks said last."""
+        return ""
+
+    def failed(self, operation: Operation, error: RuntimeError) -> FSDPError:
+        """Return the error of this package for ``error`` of the backend."""
+        # The raw error names sockets or streams, so begin with what the user knows.
+        record = OperationRecord.of(operation)
+        uneven = f" {UNEVEN}" if record.phase == "forward" else ""
+        last = [
+            OperationRecord.of(each) for each in list(operation.log.operations)[-3:]
+        ]
+        return CollectiveError(
+            f"{record.title[:1].upper()}{record.title[1:]} failed on this rank after "
+            f"{operation.elapsed:.3g} s: "
+            f"{str(error).strip().rstrip('.')}. {self.last_words()}The last operations "
+            f"of this rank: {'; '.join(map(str, last))}. Look first at the output of "
+            f"the rank that ended or raised earliest.{uneven} The shards of this rank "
+            "are unharmed: composable_fsdp.save writes them without this group.",
+            unit=record.unit,
+            op=record.op,
+            phase=record.phase,
+            elapsed=operation.elapsed,
+        )
+
+
+class OperationLog:
+    """The collectives of a process group on this rank, in the order of issue."""
+
+    __slots__ = (
+        *("__weakref__", "guarded", "is_nccl", "marks", "name", "number"),
+        *("operations", "patience", "recorder", "threads"),
+    )
+
+    def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
+        self.name = group.group_name
+        self.number = 0
+        """Number of collectives issued so far."""
+        self.operations: deque[Operation] = deque(maxlen=MOST_OPERATIONS)
+        # By device: ``"cpu:gloo,cuda:nccl"`` makes a group that is neither of the two.
+        backends = dist.get_backend_config(group)
+        self.is_nccl = "cuda:nccl" in backends
+        """Whether the group sends CUDA tensors by NCCL."""
+        # Only gloo's ``Work`` can be waited for in slices: with NCCL, a limit makes the
+        # host wait for the GPU.
+        self.patience = PATIENCE if "cpu:gloo" in backends else _NO_LIMIT
+        """Limit of a single wait of the host for a collective of CPU tensors."""
+        self.recorder = recorder
+        self.guarded = False  # whether the recorder checks each operation first
+        # Not identities, which an idle thread may get from one that has ended.
+        self.threads: set[Thread] = set()
+        """The threads that have sent over the group."""
+        # By event and not by operation: an event that is recorded again stands for the
+        # later operation alone. Units write here in every step, without a call.
+        self.marks: dict[Any, int] = {}
+        """By CUDA event: the number of the operation behind which it was recorded."""
+
+
+_logs: weakref.WeakKeyDictionary[dist.ProcessGroup, OperationLog] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def operation_log(group: dist.ProcessGroup) -> OperationLog:
+    """Return the log of ``group``."""
+    # Weak keys: a destroyed group takes its log along.
+    found = _logs.get(group)
+    if found is None:
+        found = _logs[group] = OperationLog(group, Recorder())
+    return found
+
+
+def operation_logs() -> list[OperationLog]:
+    """Return the logs of all process groups that exist."""
+    return list(_logs.values())
+
+
+class Operation:
+    """A collective that this rank has issued, and the ``Work`` to wait for."""
+
+    __slots__ = (
+        *("done", "dtype", "issued", "log", "number", "op", "patience", "phase"),
+        *("shape", "unit", "waited", "work"),
+    )
+
+    def __init__(
+        self,
+        log: OperationLog,
+        op: str,
+        unit: str | None,
+        phase: Phase | str,
+        tensor: Tensor | None,
+    ) -> None:
+        self.log, self.op, self.unit, self.phase = log, op, unit, phase
+        self.number = log.number = log.number + 1
+        self.waited = self.done = 0
+        # ``Any``: ``dist.Work``, whose stubs lack the limit of ``wait``.
+        self.work: Any = None
+        # Not the tensor itself, because ``log`` must not keep its memory alive.
+        if tensor is None:
+            self.shape, self.dtype, self.patience = None, None, _NO_LIMIT
+        else:
+            self.shape, self.dtype = tensor.shape, tensor.dtype
+            self.patience = log.patience if tensor.is_cpu else _NO_LIMIT
+        self.issued = time_ns()
+        log.operations.append(self)
+
+    def send(
+        self, start: Callable[..., Any], *args: Any, async_op: bool
+    ) -> Operation | None:
+        """Call ``start(*args)``, which hands the collective to the backend."""
+        if self.log.guarded:
+            self.log.recorder.issued(self)
+        try:
+            # ``with`` costs two calls and the range four, so not without a profiler.
+            if profiler._is_profiler_enabled:
+                with collective_range(self.op, self.unit):
+                    self.work = start(*args)
+            else:
+                self.work = start(*args)
+        except RuntimeError as error:
+            raise self.log.recorder.failed(self, error) from error
+        if async_op:
+            return self
+        self.wait()
+        return None
+
+    def wait(self) -> None:
+        """Wait for the collective: the host on CPU, the current stream on CUDA.
+
+        Raises: CollectiveError; DesyncError, if another rank never sends it.
+        """
+        self.waited = time_ns()
+        # The work keeps the buffers alive, and the log must not.
+        work, self.work = self.work, None
+        if work is not None:
+            try:
+                if profiler._is_profiler_enabled:
+                    with collective_range(f"{self.op}_wait", self.unit):
+                        work.wait(self.patience)
+                else:
+                    work.wait(self.patience)
+            except RuntimeError as error:
+                self._wait_on(work, error)
+        self.done = time_ns()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the collective was issued; until its end, if it has ended."""
+        return ((self.done or time_ns()) - self.issued) / 1e9
+
+    @property
+    def state(self) -> str:
+        """How far the host knows that the collective is."""
+        if self.done:
+            return "done"
+        # A collective without a ``Work`` blocks while it is issued.
+        return "running" if self.waited or self.work is None else "issued"
+
+    def leave(self) -> None:
+        """Let the collective go on without a wait."""
+        self.work, self.done = None, time_ns()
+
+    def _wait_on(self, work: Any, error: RuntimeError) -> None:
+        """Wait again while the limit, and not the collective, has ended the wait."""
+        # An error before the limit is an error of the backend.
+        began, least = self.waited, 9e8 * self.patience.total_seconds()
+        while least and time_ns() - began >= least:
+            # After a completion since the limit, the next wait says how, at once.
+            if not work.is_completed() and (never := self.log.recorder.awaited(self)):
+                raise never
+            began = time_ns()
+            try:
+                work.wait(self.patience)
+                return
+            except RuntimeError as later:
+                error = later
+        raise self.log.recorder.failed(self, error) from error
 
 
 class OperationRecord(NamedTuple):
@@ -72,165 +303,17 @@ class OperationRecord(NamedTuple):
             operation.issued / 1e9,
             operation.waited / 1e9 if operation.waited else None,
             operation.done / 1e9 if operation.done else None,
-            _state(operation),
+            operation.state,
         )
-
-    @property
-    def predicate(self) -> str:
-        """What the rank does that waits in the collective."""
-        return f"is in {self.title[:1].lower()}{self.title[1:]}"
 
     @property
     def title(self) -> str:
         """The collective as messages name it."""
         about = f" of {self.unit}" if self.unit else ""
         return (
-            f"The {self.op.replace('_', '-')}{about} ({self.phase}; operation "
+            f"the {self.op.replace('_', '-')}{about} ({self.phase}; operation "
             f"{self.number} of process group {self.group!r})"
         )
-
-
-def _state(operation: Operation) -> str:
-    """Return the state of a collective, as the host knows it."""
-    if operation.done:
-        return "done"
-    # A collective without a ``Work`` blocks while it is issued.
-    return "running" if operation.waited or operation.work is None else "issued"
-
-
-# A unit is IDLE in the step only while it is prefetched by the forward of another unit.
-PHASES = {
-    Phase.IDLE: "forward",
-    Phase.FORWARD: "forward",
-    Phase.BACKWARD_PRE: "backward",
-    Phase.BACKWARD_POST: "backward",
-    Phase.SUMMON: "unshard_params",
-}
-"""The phase of a unit as records and messages name it."""
-
-UNEVEN = (
-    "If ranks have different numbers of batches, composable_fsdp.features."
-    "even_batches(loader, model) gives them the same number of steps."
-)
-"""The way out of the most frequent wait in a forward."""
-
-
-class _Ours(dict[str, bool]):
-    """By file name: whether the file is in this package."""
-
-    def __missing__(self, name: str) -> bool:
-        found = self[name] = Path(name).is_relative_to(Path(__file__).parents[1])
-        return found
-
-
-_ours = _Ours()
-
-
-def calling() -> str:
-    """Return the name of the outermost function of this package on the stack."""
-    name = ""
-    frame: FrameType | None = sys._getframe(1)
-    # Hooks of torch may lie between functions of this package, so all frames are read.
-    # Only collectives outside the common step come here.
-    while frame is not None:
-        if _ours[frame.f_code.co_filename]:
-            name = frame.f_code.co_name
-        frame = frame.f_back
-    return name
-
-
-class Reporter:
-    """The errors of a process group whose other ranks are not asked."""
-
-    def awaited(self, operation: Operation) -> Exception | None:
-        """Return None: this rank does not know what other ranks do."""
-        return None
-
-    def issued(self, operation: Operation) -> None:
-        """Do nothing: no other rank can be asked."""
-
-    def raises(self, text: str, *, owes: bool) -> None:
-        """Do nothing: no other rank can be told."""
-
-    def last_words(self) -> str:
-        """Return what the other ranks said last: nothing."""
-        return ""
-
-    def failed(self, operation: Operation, error: RuntimeError) -> FSDPError:
-        """Return the error of this package for ``error`` of the backend."""
-        # The raw error names sockets or streams, so begin with what the user knows.
-        record = OperationRecord.of(operation)
-        uneven = f" {UNEVEN}" if record.phase == "forward" else ""
-        return CollectiveError(
-            f"{record.title} failed on this rank after {operation.elapsed:.3g} s: "
-            f"{str(error).strip().rstrip('.')}. {self.last_words()}"
-            f"{last_operations(operation.log)} Look first at the output of the rank "
-            f"that ended or raised earliest.{uneven} The shards of this rank are "
-            "unharmed: composable_fsdp.save writes them without this process group.",
-            unit=record.unit,
-            op=record.op,
-            phase=record.phase,
-            elapsed=operation.elapsed,
-        )
-
-
-_logs: weakref.WeakKeyDictionary[dist.ProcessGroup, OperationLog] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def operation_log(group: dist.ProcessGroup) -> OperationLog:
-    """Return the log of ``group``."""
-    # Weak keys: a destroyed group takes its log along.
-    found = _logs.get(group)
-    if found is None:
-        found = _logs[group] = OperationLog(group, Reporter())
-    return found
-
-
-def operation_logs() -> list[OperationLog]:
-    """Return the logs of all process groups that exist."""
-    return list(_logs.values())
-
-
-RECORDING: list[Callable[..., None]] = []
-"""What ``record`` calls, with its arguments; ``features.defaults`` fills the list."""
-
-
-def record(groups: Iterable[dist.ProcessGroup], *, agree: bool = False) -> None:
-    """Give the logs of ``groups`` the recorder that the program has chosen.
-
-    With ``agree``, waits in the store for all ranks of each group, in the first call.
-    Raises: DesyncError, if they do not come.
-    """
-    for each in RECORDING:
-        each(groups, agree=agree)
-
-
-def leave(group: dist.ProcessGroup, text: str, *, owes: bool = False) -> None:
-    """Tell that this rank raises ``text`` and, if it ``owes``, that none can go on."""
-    operation_log(group).recorder.raises(text, owes=owes)
-
-
-def waiting_in(log: OperationLog) -> Operation | None:
-    """Return the operation in which this rank waits; None if it waits in none."""
-    # ``list`` of a deque is atomic: the main thread may append meanwhile.
-    last = reversed(list(log.operations))
-    return next((each for each in last if _state(each) == "running"), None)
-
-
-def begin(
-    op: str,
-    group: dist.ProcessGroup,
-    tensor: Tensor | None = None,
-    phase: str | None = None,
-) -> Operation:
-    """Return a new operation that is not about a single unit, in the group's log."""
-    log = operation_log(group)
-    # Threads may send in another order than they number, so what two threads do is no
-    # proof of a deadlock (``guard.watch``).
-    note_thread(log.threads)
-    return Operation(log, op, None, phase or calling(), tensor)
 
 
 def recent_operations(
@@ -253,7 +336,59 @@ def recent_operations(
     return tuple(sorted(found, key=lambda record: record.issued))
 
 
-def last_operations(log: OperationLog, count: int = 3) -> str:
-    """Return a sentence with the last ``count`` operations of ``log``, for errors."""
-    last = [str(OperationRecord.of(each)) for each in list(log.operations)[-count:]]
-    return f"The last operations of this rank: {'; '.join(last)}." if last else ""
+def begin(
+    op: str,
+    group: dist.ProcessGroup,
+    tensor: Tensor | None = None,
+    phase: str | None = None,
+) -> Operation:
+    """Return a new operation that is not about a single unit, in the group's log."""
+    log = operation_log(group)
+    # Threads may send in another order than they number, so what two threads do is no
+    # proof of a deadlock (``guard.watch``).
+    note_thread(log.threads)
+    return Operation(log, op, None, phase or _calling(), tensor)
+
+
+def note_thread(threads: set[Thread]) -> None:
+    """Add this thread to ``threads``."""
+    this = current_thread()
+    if this not in threads:
+        # A thread that has ended is kept no longer than until the next one comes.
+        threads.difference_update([t for t in list(threads) if not t.is_alive()])
+        threads.add(this)
+
+
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+
+
+def _calling() -> str:
+    """Return the name of the outermost function of this package on the stack."""
+    name = ""
+    frame: FrameType | None = sys._getframe(1)
+    # Hooks of torch may lie between functions of this package, so all frames are read.
+    # Only collectives outside the common step come here.
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    return name
+
+
+RECORDING: list[Callable[..., None]] = []
+"""What ``record`` calls, with its arguments; ``features.defaults`` fills the list."""
+
+
+def record(groups: Iterable[dist.ProcessGroup], *, agree: bool = False) -> None:
+    """Give the logs of ``groups`` the recorder that the program has chosen.
+
+    With ``agree``, waits in the store for all ranks of each group, in the first call.
+    Raises: DesyncError, if they do not come.
+    """
+    for each in RECORDING:
+        each(groups, agree=agree)
+
+
+def leave(group: dist.ProcessGroup, text: str, *, owes: bool = False) -> None:
+    """Tell that this rank raises ``text`` and, if it ``owes``, that none can go on."""
+    operation_log(group).recorder.raises(text, owes=owes)

@@ -26,8 +26,7 @@ profiler: Any = torch.autograd.profiler
 
 OPEN: dict[tuple[str, int], list[tuple[str, Any]]] = {}
 """The open ranges by kind ("forward" or "backward") and id of the tree's context, the
-innermost last: the name of the unit, and torch's ``record_function``. Empty, so false,
-if no range is open."""
+innermost last: the name of the unit, and torch's ``record_function``."""
 
 
 def running_unit(stage: str) -> str | None:
@@ -57,11 +56,9 @@ def collective_range(op: str, unit: str | None) -> Any:
 
 
 def begin_range(kind: str, tree: object, unit: str) -> None:
-    """Open the range of a unit's forward or backward, nested as the units are.
-
-    The range of a unit beside ``unit`` is closed. Ranges of units below are closed, and
-    opened again inside the new range.
-    """
+    """Open the range of a unit's forward or backward, nested as the units are."""
+    # The range of a unit beside this one is closed; those of units below are opened
+    # again inside the new range.
     opened = OPEN.setdefault((kind, id(tree)), [])
     below: list[str] = []
     while opened and not _is_at_or_below(unit, opened[-1][0]):

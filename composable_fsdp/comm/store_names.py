@@ -92,7 +92,7 @@ class AgreedName:
         self.name = "" if len(self._ranks) > 1 else f"{label}@{self._drawn}"
 
     def agree(self, limit: float) -> str:
-        """Wait for the other ranks, at most ``limit`` seconds; return the name.
+        """Wait at most ``limit`` seconds for the other ranks; return the name.
 
         Raises: DesyncError, if a rank does not come.
         """

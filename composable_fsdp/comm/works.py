@@ -29,15 +29,12 @@ class Works:
         return all(work.is_completed() for work in self._works)
 
 
-def one_call_per_buffer(
-    start: Callable[..., dist.Work],
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    options: object,
-) -> Works:
-    """Return the works of ``start(output, input, options)`` for each pair."""
-    pairs = zip(outputs, inputs, strict=True)
-    return Works([start(output, each, options) for output, each in pairs])
+def call_each(
+    start: Callable[..., dist.Work], buffers: Sequence[tuple[object, ...]], options: Any
+) -> Works | dist.Work:
+    """Return the work, or works, of ``start(*buffers, options)`` for each buffers."""
+    works = [start(*each, options) for each in buffers]
+    return works[0] if len(works) == 1 else Works(works)
 
 
 class ReducedSlices(Works):
@@ -58,18 +55,6 @@ class ReducedSlices(Works):
         """Wait for the all-reduces, at most ``limit`` for each, and copy the slices."""
         super().wait(limit)
         torch._foreach_copy_(self._outputs, self._slices)
-
-
-def all_reduce_each(
-    start: Callable[..., dist.Work],
-    tensors: Sequence[Tensor],
-    options: dist.AllreduceOptions,
-) -> Works | dist.Work:
-    """All-reduce several tensors by a call each."""
-    # gloo adds coalesced tensors in another order: a sum would depend on the number of
-    # regions.
-    works = [start([tensor], options) for tensor in tensors]
-    return works[0] if len(works) == 1 else Works(works)
 
 
 def all_reduce_slices(

@@ -180,7 +180,7 @@ class ShardWrites:
     """``runtime.unshard.shard_versions`` at the last all-gather, which show later
     writes. Empty before the first; ``None`` as long as the unit is never kept full."""
     steps: int = 0
-    """Optimizer steps over the unit's leaves since counting began (``residency.count_step``)."""
+    """Optimizer steps over the unit's leaves since counting began."""
     flat_parameters: tuple[nn.Parameter, ...] = ()
     """Flat parameters of the regions for which ``flat_of`` created a flat parameter."""
 

@@ -32,7 +32,7 @@ from torch import nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable
-from composable_fsdp.comm.sequence import Operation
+from composable_fsdp.comm.operations import Operation
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import (
     allocate_reduce,

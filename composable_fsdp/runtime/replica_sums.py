@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.sequence import Operation
+from composable_fsdp.comm.operations import Operation
 from composable_fsdp.flat.gradients import reduce_target
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import TrainableRegion

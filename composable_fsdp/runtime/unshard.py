@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable, copy_async
-from composable_fsdp.comm.sequence import Operation
+from composable_fsdp.comm.operations import Operation
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.gradients import copy_waiting_views

@@ -9,7 +9,7 @@ import torch
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Waitable, outside_transforms
-from composable_fsdp.comm.sequence import Operation
+from composable_fsdp.comm.operations import Operation
 from composable_fsdp.comm.wire_format import largest_magnitudes
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle

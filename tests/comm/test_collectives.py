@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.sequence import Operation
+from composable_fsdp.comm.operations import Operation
 from tests.support.on_ranks import on_ranks
 from tests.support.world import World
 

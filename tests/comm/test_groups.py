@@ -13,8 +13,7 @@ from torch import nn
 
 from composable_fsdp import fully_shard
 from composable_fsdp.comm.groups import Groups
-from composable_fsdp.comm.operations import operation_log
-from composable_fsdp.comm.sequence import OperationLog
+from composable_fsdp.comm.operations import OperationLog, operation_log
 from composable_fsdp.flat.build import set_divisions
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.world import fake_world

@@ -14,7 +14,7 @@ from torch import nn
 
 import composable_fsdp
 from composable_fsdp import FSDPError, fully_shard
-from composable_fsdp.comm import collectives, sequence
+from composable_fsdp.comm import collectives, operations
 from composable_fsdp.comm.operations import operation_log
 from composable_fsdp.errors import CollectiveError
 from composable_fsdp.features import recent_operations
@@ -59,12 +59,12 @@ def test_the_log_keeps_no_memory_and_no_model_alive() -> None:
     with fake_world(2):
         group = dist.group.WORLD
         assert group is not None
-        for _ in range(sequence.MOST_OPERATIONS + 5):
+        for _ in range(operations.MOST_OPERATIONS + 5):
             collectives.all_reduce(torch.ones(2), group)
         log = operation_log(group)
 
-        assert len(log.operations) == sequence.MOST_OPERATIONS
-        assert log.number == sequence.MOST_OPERATIONS + 5
+        assert len(log.operations) == operations.MOST_OPERATIONS
+        assert log.number == operations.MOST_OPERATIONS + 5
         assert all(each.work is None for each in log.operations)
 
 
@@ -135,16 +135,16 @@ def test_a_collective_that_ends_with_the_limit_of_a_wait_has_not_failed() -> Non
         collectives.all_reduce(torch.ones(2), dist.group.WORLD)
         log = operation_log(dist.group.WORLD)
         log.patience = timedelta(seconds=0.05)
-        operations = []
+        sent = []
         for work in (EndsAtTheLimit(), EndsAtTheLimit("Connection closed")):
-            operation = sequence.Operation(
+            operation = operations.Operation(
                 log, "all_reduce", None, "a test", torch.ones(2)
             )
             operation.work = work
-            operations.append(operation)
+            sent.append(operation)
 
-        operations[0].wait()
+        sent[0].wait()
         with pytest.raises(CollectiveError, match="Connection closed"):
-            operations[1].wait()
+            sent[1].wait()
 
-    assert operations[0].done
+    assert sent[0].done

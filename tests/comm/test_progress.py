@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import fully_shard
-from composable_fsdp.comm import collectives, sequence
-from composable_fsdp.comm.operations import operation_log
-from composable_fsdp.comm.sequence import OperationLog
+from composable_fsdp.comm import collectives, operations
+from composable_fsdp.comm.operations import OperationLog, operation_log
 from composable_fsdp.features.guard import progress
 from tests.support.streams import FakeEvent, stream_order
 from tests.support.world import RankPool, fake_world
@@ -135,7 +134,7 @@ def test_units_on_streams_mark_their_collectives_and_hold_no_work() -> None:
         order.captured = set()
         progress.note_capture(capturing=False)  # as the next forward does
         assert not log.marks
-        for _ in range(sequence.MOST_OPERATIONS):
+        for _ in range(operations.MOST_OPERATIONS):
             collectives.all_reduce(torch.ones(2), world())
         log.marks.update(held)
         assert progress.running_in(log) is None

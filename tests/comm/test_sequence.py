@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from composable_fsdp.features.guard.order_compare import (
-    BEGIN,
-    END,
-    Fact,
-    OrderComparison,
-)
-from composable_fsdp.features.guard.order_log import OrderLog, RoundOrder
+from composable_fsdp.features.guard.order import MOST_EVENTS, Order
+from composable_fsdp.features.guard.order_log import OrderLog
+from composable_fsdp.features.guard.order_words import BEGIN, END
 
 
-class Calls(OrderComparison):
-    """Notes the comparisons that the log asks for, and makes none."""
+class Log(OrderLog):
+    """Notes the comparisons that it is to make, and makes none."""
 
-    def __init__(self) -> None:
-        super().__init__((), "forward", "tree", Fact, Fact)
+    def __init__(self, order: Order | None = None) -> None:
+        super().__init__("forward", "Model", order or Order(set()))
         self.made: list[str] = []
 
-    def compare(self, number: int, at: str, value: object) -> None:
+    def _exchange(self, at: str, values: Sequence[object]) -> None:
         """All ranks come here."""
         self.made.append({BEGIN: "begin", END: "round"}.get(at, "use"))
 
-    def depart(self, number: int, at: str, *_: object, **__: object) -> None:
+    def _announce(self, at: str, *_: object, **__: object) -> None:
         """A use or a begin is not the expected one."""
         self.made.append("depart begin" if at == BEGIN else "depart")
 
 
-def new_log(rounds: RoundOrder | None = None) -> OrderLog:
-    """A log that compares with nobody."""
-    return OrderLog("log", rounds or RoundOrder(set()), Calls())
-
-
-def made(log: OrderLog) -> list[str]:
+def made(log: Log) -> list[str]:
     """The comparisons since the last call."""
-    calls = log.comparison
-    assert isinstance(calls, Calls)
-    found, calls.made = calls.made, []
+    found, log.made = log.made, []
     return found
 
 
-def run(log: OrderLog, uses: str, mode: str = "train") -> list[bool]:
+def run(log: Log, uses: str, mode: str = "train") -> list[bool]:
     """One round; whether each use was the expected one."""
     hits = []
     for use in uses:
@@ -58,7 +49,7 @@ def run(log: OrderLog, uses: str, mode: str = "train") -> list[bool]:
 @pytest.mark.req("X-12")
 def test_a_round_is_compared_while_it_is_recorded_and_when_it_departs() -> None:
     """A steady round compares nothing; a departure compares the rest of the round."""
-    log = new_log()
+    log = Log()
 
     run(log, "abc")
     assert made(log) == ["begin", "use", "use", "use", "use"]
@@ -78,7 +69,7 @@ def test_a_round_is_compared_while_it_is_recorded_and_when_it_departs() -> None:
 @pytest.mark.req("X-12")
 def test_an_order_that_varies_is_compared_once_in_a_round() -> None:
     """From the third departure on; once the order is steady, it is recorded again."""
-    log = new_log()
+    log = Log()
     for order in ("abc", "abc", "abc", "ab", "abc"):
         run(log, order)
     made(log)
@@ -98,16 +89,33 @@ def test_an_order_that_varies_is_compared_once_in_a_round() -> None:
 @pytest.mark.req("X-12")
 def test_logs_over_a_group_have_a_common_order_of_rounds() -> None:
     """A schedule of two models is expected once it has run; another one departs."""
-    rounds = RoundOrder(set())
-    one, two = new_log(rounds), new_log(rounds)
+    order = Order(set())
+    one, two = Log(order), Log(order)
 
-    def schedule(order: str) -> list[str]:
-        for name in order:
+    def schedule(names: str) -> list[str]:
+        for name in names:
             run(one if name == "1" else two, "ab")
         return made(one) + made(two)
 
     schedule("112" * 12)
     assert schedule("112" * 3) == []
     assert schedule("2") == ["depart begin"]
-    assert schedule("112" * 12)[-1:] != []
     assert schedule("112" * 3) == []
+
+
+@pytest.mark.req("X-12", "D-06")
+@pytest.mark.parametrize("period", ["fb" * 16 + "c", "fnfnfnfs", "fb" * 1000 + "e"])
+def test_a_history_that_repeats_is_expected_from_its_second_period_on(
+    period: str,
+) -> None:
+    """Calls after many rounds, accumulation, rare evaluations; and it stays bounded."""
+    order = Order(set())
+    missed = []
+    for event in period * 6:
+        missed.append(order.expected() != event)
+        order.note(event)
+
+    assert len(order.events) <= MOST_EVENTS
+    # The place of the first event of a period is not known before the period repeats.
+    assert sum(missed[len(period) :]) <= 1
+    assert not any(missed[2 * len(period) :])

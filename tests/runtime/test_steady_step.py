@@ -20,7 +20,7 @@ from tests.support.world import World, fake_world
 
 FILES = {
     "comm/collectives.py",
-    "comm/sequence.py",
+    "comm/operations.py",
     "features/guard/order_log.py",
     "flat/gradients.py",
     "flat/residency.py",

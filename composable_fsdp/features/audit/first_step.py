@@ -45,22 +45,22 @@ from composable_fsdp.tree.moments import Observer
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _ACTIONS = ("warn", "error", "off")
+# One before which gradients were cleared counts for half of them: then the program has
+# its own way to step.
 _PATIENCE = 64
-"""Forwards after which the audit ends without a step. One before which gradients were
-cleared counts for half of them: then the program has its own way to step."""
+"""Forwards after which the audit ends without a step."""
 
 _wanted: weakref.WeakKeyDictionary[_FSDPState, str] = weakref.WeakKeyDictionary()
 _nodes: weakref.WeakKeyDictionary[RuntimeContext, object] = weakref.WeakKeyDictionary()
 
 
 def audit(module: nn.Module, action: str = "warn") -> None:
-    """Audit the next step of a sharded model, as its first step is.
+    """Audit the next step of a sharded model, as its first step is with "warn".
 
     From here to the forward after the next optimizer step, functions are told that take
     this rank's shard of a parameter, or of its gradient, for the whole: norms, sums and
     means over rows, matrix products, rows chosen by number, random fills. Each is told
-    once per line, with the parameter and the way out. The first step of every model is
-    audited with "warn".
+    once per line, with the parameter and the way out.
 
     Args:
         module: The model, or a part; all parameters of the model are audited.
@@ -166,13 +166,10 @@ class _Call(NamedTuple):
     """A call that takes parts of parameters."""
 
     name: str
-    place: Place | None
-    """The user's line; None if parts are right there."""
-    values: tuple[Any, ...]
-    named: dict[str, Any]
+    place: Place | None  # the user's line; None if parts are right there
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     given: list[tuple[Tensor, Part]]
-    wrong: tuple[()] | tuple[str, Part]
-    """What the call itself does wrong, and with which parameter."""
 
 
 class _Mode(TorchFunctionMode):
@@ -199,9 +196,6 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         call = self._begin(sys._getframe(1), func, args, kwargs) if self.units else None
-        if call is not None and call.wrong:
-            self._tell(*call.wrong, call)
-            call = None
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
@@ -211,15 +205,14 @@ class _Mode(TorchFunctionMode):
                 raise
             raise RuntimeError(f"{error}. {text}") from error
         if call is not None:
-            for wrong in self._follow(call, result) or ():
-                self._tell(*wrong, call)
+            self._follow(call, result)
         return result
 
     @harmless
     def _begin(
         self, frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Call | None:
-        """Return a call that takes parts of parameters; None for any other call."""
+        """Return a call that takes parts; None for any other, and one that was told."""
         if (
             is_own_call(frame)
             or torch.compiler.is_compiling()
@@ -229,17 +222,17 @@ class _Mode(TorchFunctionMode):
         given = self._given((*args, *kwargs.values()))
         if not given:
             return None
-        place, name = place_of(frame), rules.name_of(func)
-        for tensor, part in given if place is not None else ():
-            what = rules.before(name, args, kwargs, tensor, part)
-            if what:
-                return _Call(name, place, args, kwargs, given, (what, part))
-        return _Call(name, place, args, kwargs, given, ())
+        call = _Call(rules.name_of(func), place_of(frame), args, kwargs, given)
+        for tensor, part in given if call.place is not None else ():
+            if what := rules.before(call.name, args, kwargs, tensor, part):
+                self._tell(what, part, call)
+                return None
+        return call
 
     @harmless
-    def _follow(self, call: _Call, result: Any) -> list[tuple[str, Part]]:
-        """Note which results are parts; return what is wrong with others."""
-        name, _, args, kwargs, given, _ = call
+    def _follow(self, call: _Call, result: Any) -> None:
+        """Note which results are parts; tell what is wrong with others."""
+        name, _, args, kwargs, given = call
         wrong = []
         with torch._C.DisableTorchFunction():
             results = result if isinstance(result, (tuple, list)) else (result,)
@@ -254,7 +247,8 @@ class _Mode(TorchFunctionMode):
                         wrong.append((kind, of[0][1]))
                     elif kind is not None and find_leaf(each) is None:
                         self._parts[id(each)] = weakref.ref(each), kind
-        return wrong
+        for what, part in wrong:
+            self._tell(what, part, call)
 
     def _given(self, values: Iterable[Any]) -> list[tuple[Tensor, Part]]:
         """Return the arguments that are parts of parameters."""
@@ -336,7 +330,7 @@ _TEXTS = {
 def _of_other_sizes(call: _Call) -> str:
     """Return what a failed call met, if a part and a tensor of another size."""
     parts = {id(tensor) for tensor, _ in call.given}
-    others = [v for v in (*call.values, *call.named.values()) if isinstance(v, Tensor)]
+    others = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor)]
     for _, part in call.given:
         for other in others:
             if id(other) not in parts and other.shape not in ((), part.shape):

@@ -41,6 +41,8 @@ def harmless(function: Callable[P, T]) -> Callable[P, T | None]:
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
         try:
             return function(*args, **kwargs)
+        except (CompositionError, Warning):  # what the audit tells
+            raise
         except Exception:
             _log.warning("The audit has missed a call by an error.", exc_info=True)
             return None

@@ -11,15 +11,44 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.meeting import who_does
-from composable_fsdp.naming import by_value
+from composable_fsdp.comm.meeting import Call
+from composable_fsdp.naming import by_value, ranks_text
 
 SAME_CALLS = "Make the same calls in the same order on every rank."
+
+
+class Announcement(NamedTuple):
+    """What a rank comes to a meeting with."""
+
+    does: str  # for the error of ranks that do something else
+    way_out: str  # the last sentences of an error
+    place: tuple[str, ...] = ()  # in the order of units; empty for a call of the user
+    facts: object = None  # what is compared besides the place; ``does`` if None
+
+    @classmethod
+    def of(cls, call: Call) -> Announcement:
+        """Return the announcement of a call of the user."""
+        return cls(f"calls {call.story}", call.way_out)
+
+    @property
+    def is_in(self) -> str:
+        """What the rank does while it waits."""
+        return self.does if self.place else self.does.replace("calls", "is in", 1)
+
+    def alone(self, why: str) -> str:
+        """Return the error of this rank, which gives up because of ``why``."""
+        ends = f"{why}." if "never meet" in why else f"{why}. {self.way_out}"
+        if self.place:
+            opening = f"In {self.place[0]}, this rank {self.does}."
+            return f"{opening} {ends[:1].upper()}{ends[1:]}"
+        if ends == f"{why}.":  # it names the call, and has a way out of its own
+            return ends
+        return f"{self.does.removeprefix('calls ')} was called on this rank, and {ends}"
 
 
 def tag_of(facts: object) -> int:
@@ -57,6 +86,21 @@ def first_difference(
             what = next(each[0] for each in found.values() if each is not None)
             return f"{what}: {by_value(values)}"
     return None
+
+
+def who_does(texts: Mapping[int, str]) -> str:
+    """Return which ranks do what, in words.
+
+    >>> who_does({0: "calls save()", 1: "calls load()", 2: "calls load()"})
+    'rank 0 calls save(); each of ranks 1-2 calls load()'
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(
+        f"{'each of ' if len(each) > 1 else ''}{ranks_text(each)} {text}"
+        for text, each in ranks.items()
+    )
 
 
 def disagreement(

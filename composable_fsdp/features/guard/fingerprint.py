@@ -75,7 +75,7 @@ def facts_of(
         settings = _facts_of_settings(state, names)
         setting = id(state.options), *settings
         if setting not in options:
-            pairs = zip(_SETTINGS, map(str, settings), strict=True)
+            pairs = zip((*_GROUPS, *COMPARED_LATER), map(str, settings), strict=True)
             options[setting] = (*_option_facts(state.options), *pairs)
         if parts and state.handle.groups.experts_ref:
             # Experts have the numbers of the rank in their names.
@@ -108,17 +108,15 @@ def _of_all_parts(
 
 def fingerprint_of(facts: Sequence[UnitFacts]) -> int:
     """Return a tag that is equal for equal facts, on every rank."""
-    # ``repr`` of the parts that units share is computed once. Equal texts have the same
-    # number: whether units share a part is no fact.
-    numbers: dict[str, int] = {}
-    known: dict[int, int] = {}
-    rows = []
-    for name, parameters, options, buffers, _ in facts:
-        for part in (parameters, options):
-            if id(part) not in known:
-                known[id(part)] = numbers.setdefault(repr(part), len(numbers))
-        rows.append((name, known[id(parameters)], known[id(options)], buffers))
-    return tag_of((rows, list(numbers)))
+    # The tag of a part that units share is computed once.
+    parts = {id(p): p for each in facts for p in (each.parameters, each.options)}
+    tags = {key: tag_of(part) for key, part in parts.items()}
+    return tag_of(
+        [
+            (e.name, tags[id(e.parameters)], tags[id(e.options)], e.buffers)
+            for e in facts
+        ]
+    )
 
 
 def buffer_names(top: _FSDPState) -> dict[int, list[str]]:
@@ -162,26 +160,20 @@ def _option_facts(options: UnitOptions) -> Options:
     return tuple((name, option_text(value)) for name, value in found.items())
 
 
-_SETTINGS = (
-    "ranks per shard group",
-    "number of replicas",
-    "device type",
+_GROUPS = (
+    *("ranks per shard group", "number of replicas", "device type"),
     "reduction of gradients in backward",
-    *COMPARED_LATER,
 )
-"""What ``_facts_of_settings`` returns."""
 
 
 def _facts_of_settings(
     state: _FSDPState, names: Mapping[int, str]
 ) -> tuple[object, ...]:
     """Return the ranks, and the settings that can be changed after ``fully_shard``."""
-    handle = state.handle
+    groups = state.handle.groups
     return (
         # Numbers of ranks and not the ranks, which differ between replicas.
-        handle.groups.shard_world_size,
-        handle.groups.replicas,
-        handle.layout.device.type,
+        *(groups.shard_world_size, groups.replicas, state.handle.layout.device.type),
         # A backward compares this setting by itself, because ``no_sync`` changes often.
         state.settings.sync_gradients,
         *setting_values(state, names),

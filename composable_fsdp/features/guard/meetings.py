@@ -8,103 +8,36 @@ waits for a limited time until every rank has announced an equal call::
     save()                   load()                DesyncError on all that have come
     save()                   nothing               DesyncError after the time limit
 
-Training repeats its calls, so a call that follows the same calls as before can be
-*expected*: with ``always=False`` an expected call visits no store. All ranks have equal
-histories, so a rank that makes another call announces it, and waits for ranks that do
-not come. The forwards of the trees are part of the history, so a rank that leaves an
-expected call out is noticed at its next forward. A meeting has two keys::
+With ``always=False`` a call that is expected (``order``) visits no store: a rank that
+makes another call announces it, and waits for ranks that do not come. A meeting has two
+keys, of which ranks read the first only if the sum is not that of equal digests::
 
     here    a line of JSON per rank that came or gave up
     sum     number of ranks, and the sum of the digests of their calls
-
-If the sum is that of equal digests, no rank reads ``here``.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from composable_fsdp.comm import agreement
 from composable_fsdp.comm.groups import GroupRef
-from composable_fsdp.comm.meeting import Announcement, Call
-from composable_fsdp.comm.operations import operation_log
-from composable_fsdp.comm.sequence import note_thread
+from composable_fsdp.comm.meeting import Call
+from composable_fsdp.comm.operations import note_thread, operation_log
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.features.guard.compare import disagreement, tag_of
+from composable_fsdp.features.guard.compare import Announcement, disagreement, tag_of
+from composable_fsdp.features.guard.order import order_over
 from composable_fsdp.features.guard.watch import StoreWait, agree_on_name
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-MOST_EVENTS = 64
-"""Number of places that a ``CallOrder`` keeps. The oldest goes first."""
-START = (None, 0, None)
-"""The place in a ``CallOrder`` before the first event."""
 
 _numbers: Counter[str] = Counter()
 """Number of meetings per group that this rank has been at, by the group's name."""
-
-
-class CallOrder:
-    """The calls over a group, and the calls that followed equal events before.
-
-    Events are the rounds of forwards, by number of their order log, and calls that
-    meet.
-    """
-
-    __slots__ = ("following", "place")
-
-    def __init__(self) -> None:
-        self.following: dict[Hashable, Hashable] = {}
-        """By ``place``: the event that followed last time."""
-        self.place: tuple[Hashable, int, Hashable] = START
-        """The last event, how often it came in a row, and the other event before."""
-
-    def expected(self) -> Hashable:
-        """Return the call that is expected next; None if no call is."""
-        event = self.following.get(self.place)
-        return None if type(event) is int else event
-
-    def note(self, event: Hashable) -> None:
-        """Append ``event``, which all ranks share, to the history."""
-        # The number of equal events in a row is a part of the place, so a loop that
-        # clips after every fourth forward is expected to do so. The other event before
-        # tells loops apart that share an event.
-        place = last, count, before = self.place
-        # Only a changed entry is written again, and becomes the newest: a steady step
-        # changes no table.
-        if self.following.get(place) != event:
-            keep(self.following, place, event)
-        self.place = (event, count + 1, before) if event == last else (event, 1, last)
-
-    def forget(self) -> None:
-        """Forget all events."""
-        self.following.clear()
-        self.place = START
-
-    def told(self) -> list[Any]:
-        """Return the history in the form in which ranks compare it."""
-        pairs = [(*place, event) for place, event in self.following.items()]  # type: ignore[misc]  # places are tuples
-        return [tuple(map(_shown, each)) for each in (self.place, *pairs)]
-
-
-def keep(table: dict[K, V], key: K, value: V, *, most: int = MOST_EVENTS) -> None:
-    """Make an entry the newest of a table, and remove the oldest entry if needed."""
-    table.pop(key, None)
-    table[key] = value
-    if len(table) > most:
-        del table[next(iter(table))]
-
-
-def _shown(part: Any) -> Any:
-    return part.story if isinstance(part, Call) else part
 
 
 def meet_in_store(
@@ -113,15 +46,12 @@ def meet_in_store(
     """Do as ``comm.meeting.meet``."""
     # One group after the other, in the same order on all ranks: a rank that raised at
     # the first group is missing at the second, whose ranks then raise, too.
-    for group in groups:
-        if agreement.can_compare(group):
-            history_of(group).meet(call, always=always)
+    for group in filter(agreement.can_compare, groups):
+        history_of(group).meet(call, always=always)
 
 
 def history_of(group: dist.ProcessGroup) -> History:
     """Return the meetings over ``group``, one object per group."""
-    # By the object and not by the name: a group that was destroyed and made again has a
-    # new history on all ranks.
     found = _histories.get(group)
     if found is None:
         found = _histories[group] = History(group)
@@ -134,36 +64,20 @@ class History:
     __slots__ = ("__weakref__", "_group", "_stale", "order")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = GroupRef(group)
-        self.order = CallOrder()
-        self._stale: list[str] = []
-        """Prefixes of keys of meetings that have ended."""
+        self._group, self.order = GroupRef(group), order_over([group])
+        self._stale: list[str] = []  # prefixes of keys of meetings that have ended
 
     def meet(self, call: Call, *, always: bool) -> None:
-        """Wait for equal calls of all ranks, and note the call; see ``meet``."""
-        # An expected call needs no announcement: a rank that makes another call instead
-        # announces that call, and waits for this rank.
+        """Wait for equal calls of all ranks, unless expected; note the call."""
         if always or self.order.expected() != call:
-            self.gather(call.announced)
+            self.gather(Announcement.of(call))
         self.order.note(call)
-
-    def begin_forward(self, number: int, call: Call) -> None:
-        """Note that order log ``number`` begins a round, which is the forward ``call``.
-
-        Raises: DesyncError, if this rank has left an expected call out.
-        """
-        # The order logs compare rounds. Only a call that other ranks are inside, and
-        # wait in for this rank, is compared here.
-        order = self.order
-        if type(order.following.get(order.place, number)) is not int:
-            self.gather(call.announced)
-        order.note(number)
 
     def gather(self, announced: Announcement) -> None:
         """Meet all ranks of the group in the store. Raises: DesyncError."""
         group = self._group.get()
         note_thread(operation_log(group).threads)
-        if why := agree_on_name(group, announced.predicate):
+        if why := agree_on_name(group, announced.is_in):
             raise self._alone(announced, why)
         # A caught error on one rank leaves another history there, and such a rank would
         # not expect what the others do. So the ranks compare histories, too.
@@ -171,7 +85,7 @@ class History:
         error: DesyncError | None = None
         try:
             meeting.arrive()
-            with StoreWait(group, announced.predicate, announced.way_out) as wait:
+            with StoreWait(group, announced.is_in, announced.way_out) as wait:
                 # Before all ranks are here: ranks that differ need not wait for others.
                 while not (error := meeting.difference()) and meeting.is_awaited():
                     why = wait.pause(meeting.missing)
@@ -197,11 +111,10 @@ class History:
             # Only the histories differ, and all ranks forget theirs: they expect alike
             # again, and the next steps meet in the store.
             self.order.forget()
-        # Every rank is here, so no rank reads keys of a meeting before.
+        # Every rank is here, so no rank reads keys of a meeting before. A key each, so
+        # that no rank has more requests than the others by two.
         stale, self._stale = self._stale[:-1], self._stale[-1:]
-        # A key each, so that no rank has more requests than the others by two.
-        key = {0: "here", 1: "sum"}.get(group.rank())
-        if key is not None:
+        if (key := {0: "here", 1: "sum"}.get(group.rank())) is not None:
             store = agreement.key_value_store()
             for prefix in stale:
                 store.delete_key(f"{prefix}/{key}")
@@ -215,8 +128,9 @@ class History:
         """Return the error of this rank, which gives up."""
         # The other ranks may be inside the expected call, which visits no store.
         usual, instead = self.order.expected(), ""
-        if isinstance(usual, Call) and usual.announced.told != announced.told:
-            instead = f". The call that usually comes here is {usual.story}"
+        story = usual.story if isinstance(usual, Call) else ""
+        if story and not announced.place and announced.does != f"calls {story}":
+            instead = f". The call that usually comes here is {story}"
         return DesyncError(announced.alone(f"{why.rstrip('.')}{instead}"))
 
 
@@ -227,10 +141,9 @@ class _Line(NamedTuple):
     """What a rank writes at a meeting."""
 
     rank: int
-    told: str
+    does: str
     place: list[str]
-    digest: int
-    """Of all that is compared: the facts themselves may be long."""
+    digest: int  # of all that is compared: the facts themselves may be long
     gave_up: bool
 
 
@@ -248,10 +161,9 @@ class _Meeting:
         self._group, self._way_out = group, announced.way_out
         self.name = agreement.name_in_store(group)
         self.prefix = f"composable_fsdp/meeting/{self.name}/{_numbers[self.name] + 1}"
-        told, place = announced.told, list(announced.place)
-        facts = told if announced.facts is None else announced.facts
-        digest = tag_of((place, facts))
-        self._line = _Line(dist.get_rank(), told, place, digest, gave_up=False)
+        does, place = announced.does, list(announced.place)
+        digest = tag_of((place, announced.facts or does))
+        self._line = _Line(dist.get_rank(), does, place, digest, gave_up=False)
         # The low bits of the sum count the ranks; the sum of all digests must fit into
         # the other bits of the store's integers, which have 63 and a sign.
         self._shift = group.size().bit_length()
@@ -270,8 +182,7 @@ class _Meeting:
     def look(self) -> None:
         """Read which ranks are here. One round trip."""
         # Not ``add``: a FileStore grows by each.
-        store = agreement.key_value_store()
-        self._sum = int(store.get(f"{self.prefix}/sum"))
+        self._sum = int(agreement.key_value_store().get(f"{self.prefix}/sum"))
 
     def gives_up(self) -> bool:
         """Take the announcement back, unless all ranks have come at this moment."""
@@ -304,7 +215,7 @@ class _Meeting:
         # If all do the same, only their histories differ.
         if len({each.digest for each in here.values()}) < 2:
             return None
-        told = {rank: each.told for rank, each in here.items()}
+        told = {rank: each.does for rank, each in here.items()}
         places = {rank: tuple(each.place) for rank, each in here.items()}
         return DesyncError(disagreement(told, places, self._way_out))
 
@@ -319,16 +230,11 @@ class _Meeting:
 
     def _present(self) -> dict[int, _Line]:
         """Return the lines of the ranks that are here, by global rank."""
-        store = agreement.key_value_store()
+        text = bytes(agreement.key_value_store().get(f"{self.prefix}/here")).decode()
         # In the order of the lines: a rank may give up and come again.
-        found: dict[int, _Line] = {}
-        for text in bytes(store.get(f"{self.prefix}/here")).decode().splitlines():
-            line = _Line(*json.loads(text))
-            if line.gave_up:
-                found.pop(line.rank, None)
-            else:
-                found[line.rank] = line
-        return found
+        lines = (_Line(*json.loads(each)) for each in text.splitlines())
+        latest = {line.rank: line for line in lines}
+        return {rank: line for rank, line in latest.items() if not line.gave_up}
 
     def _write(self, *, gave_up: bool) -> None:
         """Append a line about this rank."""
@@ -337,8 +243,7 @@ class _Meeting:
 
     def _add(self, number: int) -> None:
         """Add to the sum, and read it."""
-        store = agreement.key_value_store()
-        self._sum = int(store.add(f"{self.prefix}/sum", number))
+        self._sum = int(agreement.key_value_store().add(f"{self.prefix}/sum", number))
 
     def _count(self) -> int:
         """Return the number of ranks in the sum."""

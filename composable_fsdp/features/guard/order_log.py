@@ -8,14 +8,15 @@ A *round* is a forward or a backward. The first round of a mode (training or eva
     else:
         log.depart(unit, mode)
 
-``RoundOrder`` expects the order in which the logs of a group (of several models) begin
-their rounds. Only a rank without a matching entry communicates (``order_compare``)::
+Ranks that issue collectives in different orders deadlock or exchange wrong data, so a
+rank without a matching entry communicates. A ``DesyncError`` names both orders::
 
     this rank              its next use    action
     follows the record     as recorded     nothing is sent, no wait
     follows the record     another use     depart: meet all ranks in the store, who must
                                            have departed to the same use
-    records                any             exchange a tag of the use with all ranks
+    records                any             exchange a tag of the use with all ranks, and
+                                           the facts only if tags differ
     varies (departed       any             exchange a tag of all uses at the end of the
     twice), or captures                    round
 
@@ -30,33 +31,40 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from threading import Thread
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef, Groups
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import operation_log, record
-from composable_fsdp.comm.sequence import note_thread
+from composable_fsdp.comm.operations import leave, note_thread, record
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.features.guard.meetings import History, history_of, keep
-from composable_fsdp.features.guard.order_compare import (
+from composable_fsdp.features.guard.compare import Announcement, gather, tag_of
+from composable_fsdp.features.guard.meetings import history_of
+from composable_fsdp.features.guard.order import MOST_EVENTS, Order, order_over
+from composable_fsdp.features.guard.order_words import (
     BEGIN,
     END,
-    OrderComparison,
-    backward_begin,
-    backward_use,
-    forward_begin,
-    forward_use,
+    ONE_RANK_RAISED,
+    RAISED,
+    SAME_ROUNDS,
+    Fact,
+    Told,
+    backward_fact,
+    contrast,
+    difference,
+    forward_fact,
     missing_gradients,
+    way_out,
 )
 from composable_fsdp.features.guard.same_models import compare_models
+from composable_fsdp.features.guard.watch import require_unbroken
 from composable_fsdp.flat.use_order import NO_LOGS, UnitLogs
+from composable_fsdp.naming import listed
 from composable_fsdp.tree.initial_weights import ALL_RANKS
 from composable_fsdp.tree.state import RuntimeContext, _RootFSDPState
 
@@ -64,61 +72,8 @@ NOTHING: Sequence[object] = (None,)
 """The record of a round without a record: ``None`` is no use, so no use matches."""
 _STEADY = 4
 """Number of equal rounds after which a mode whose order varied is recorded again."""
-_CONTEXTS = (4, 2)
-"""Numbers of rounds after which the next log is known, the longest first."""
-_MOST_CONTEXTS = 256
-"""Number of contexts that ``RoundOrder`` remembers."""
-
-
-class RoundOrder:
-    """The order in which the order logs over process groups begin their rounds."""
-
-    __slots__ = ("_expected", "_followers", "_history", "logs", "raised", "threads")
-
-    def __init__(self, threads: set[Thread]) -> None:
-        self.threads = threads
-        self.logs: list[str] = []
-        """The names of all order logs over the first group, by number of the log."""
-        self.raised: dict[int, tuple[int, int]] = {}
-        """By number of the log: the round that was abandoned, and the number of its
-        uses, if other ranks may wait in collectives that this rank has left out."""
-        self._expected: int | None = None
-        self._history: tuple[int, ...] = ()
-        """The last rounds: a hash of log and mode each."""
-        self._followers: dict[tuple[int, ...], int] = {}
-        """By the last rounds: the number of the log that began the next round."""
-
-    def expected(self) -> int | None:
-        """Return the log that will begin a round next; None without experience."""
-        known = (self._followers.get(self._history[-n:]) for n in _CONTEXTS)
-        self._expected = next((log for log in known if log is not None), None)
-        return self._expected
-
-    def begin(self, number: int, mode: Hashable) -> None:
-        """Note that log ``number`` begins a round in ``mode``, after ``expected``."""
-        if self._expected != number:
-            for n in _CONTEXTS:
-                keep(self._followers, self._history[-n:], number, most=_MOST_CONTEXTS)
-        self._history = (*self._history[1 - _CONTEXTS[0] :], hash((number, mode)))
-
-
-_orders: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], RoundOrder]] = (
-    WeakKeyDictionary()
-)
-
-
-def round_order(groups: Sequence[dist.ProcessGroup]) -> RoundOrder:
-    """Return the order of the logs over ``groups``."""
-    # An order for each choice of groups: all ranks that compare must have the same
-    # experience, and a replica may evaluate alone, or freeze what others train.
-    found = _orders.setdefault(groups[0], {})
-    key = tuple([group.group_name for group in groups])
-    if key not in found:
-        made = RoundOrder(operation_log(groups[0]).threads)
-        for first in found.values():
-            made.logs, made.raised = first.logs, first.raised
-        found[key] = made
-    return found[key]
+_MOST_MODES = 64
+"""Number of modes whose orders are kept, the latest."""
 
 
 class Record:
@@ -145,52 +100,41 @@ class Record:
 class OrderLog:
     """The order of uses in a direction (forward or backward) over process groups."""
 
-    # All logs over the first group share ``rounds``.
-
     __slots__ = (
-        *("_at_end", "_entries", "_last", "_open", "_record", "_recording"),
-        *("_records", "_run", "_successors", "call", "calls", "comparison"),
-        *("expected", "number", "position", "round", "rounds"),
+        *("_at_end", "_entries", "_fact", "_mode", "_name", "_record"),
+        *("_recording", "_records", "_waiting", "_what", "elsewhere", "expected"),
+        *("is_open", "number", "order", "peers", "position", "round"),
     )
 
     def __init__(
         self,
-        name: str,
-        rounds: RoundOrder,
-        comparison: Any,
-        call: Call | None = None,
-        calls: History | None = None,
+        what: str,
+        tree: str,
+        order: Order,
+        peers: Sequence[Peers] = (),
+        waiting: Callable[[], str] = str,
     ) -> None:
-        self.rounds, self.comparison = rounds, comparison  # an ``OrderComparison``
-        self.call, self.calls = call, calls
-        """A round as a call, and the calls over the group; None in backward."""
-        self.number = len(rounds.logs)  # among the logs over its group
-        rounds.logs.append(name)
+        self.order, self.peers = order, tuple(peers)
+        """The ranks to compare with, a ``Peers`` for each group; empty if none can."""
+        self.number = len(order.logs)  # among the logs over its group
+        self._what = what  # "forward" or "backward"
+        self._name = f"a {what} of {tree} (order log {self.number})"
+        order.logs.append(self._name)
+        self._fact = forward_fact if what == "forward" else backward_fact
+        self._waiting = waiting  # for which gradients units wait, for errors
+        self.elsewhere: tuple[GroupRef, ...] = ()
+        """The other groups of the tree, whose ranks would wait for this rank."""
         self.round = 0  # the number of the current round, or of the last
         self.expected: Sequence[object] = NOTHING
         """The recorded uses of this round, then ``None``."""
         self.position = 0
         """Index of the next use in ``expected``."""
-        self._open = self._recording = False
+        self.is_open = self._recording = False  # whether a round is in progress
         self._at_end = False  # the uses of this round are compared at its end
         self._entries: list[object] = []  # uses, while this rank records
         self._records: dict[Hashable, Record] = {}  # by mode
         self._record = Record()  # of the mode of this round
-        self._last: Hashable = None  # the mode of the current round, or of the last
-        self._run = 0  # the number of consecutive rounds with mode ``_last``
-        # By mode and length of its run: the mode that followed.
-        self._successors: dict[tuple[Hashable, int], Hashable] = {}
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a round is in progress."""
-        return self._open
-
-    @property
-    def peers(self) -> Sequence[Any]:
-        """The ranks of each group, a ``Peers`` each."""
-        peers: Sequence[Any] = self.comparison.peers
-        return peers
+        self._mode: Hashable = None  # of the current round, or of the last
 
     def depart(self, use: object, mode: Hashable) -> None:
         """Record a use that is not the expected use; call before its collective.
@@ -204,7 +148,7 @@ class OrderLog:
         """
         # The first use of a round has no record to compare with until the mode is
         # known.
-        if not self._open:
+        if not self.is_open:
             self._begin(mode)
             if self.expected[self.position] == use:
                 self.position += 1
@@ -215,34 +159,29 @@ class OrderLog:
             self._entries = list(self.expected[:index])
             self.expected, self.position, self._recording = NOTHING, 0, True
             since = self._record.since
-            self.comparison.depart(self.round, f"use {index}", use, wanted, since=since)
+            self._announce(f"use {index}", use, wanted, since=since)
             self._record.departures += 1
         elif not self._at_end:
-            self._compare(f"use {len(self._entries)}", use)
+            self._compare(f"use {len(self._entries)}", [use])
         self._entries.append(use)
-
-    def _compare(self, at: str, value: object) -> None:
-        """Compare with all ranks, which raise together."""
-        try:
-            self.comparison.compare(self.round, at, value)
-        except DesyncError:
-            # No rank waits for another, so that the next round needs no meeting.
-            self._close()
-            raise
 
     def end(self) -> None:
         """End the round, if a round is in progress.
 
         Collective, Raises: as ``depart``; fewer uses than recorded are a departure.
         """
-        if not self._open:
+        if not self.is_open:
             return
         if self._recording or self.expected[self.position] is not None:
             self.depart(None, None)
             if self._at_end:
                 self._compare(END, self._entries)
             self._record.update(self._entries, self.round)
-            keep(self._records, self._last, self._record)
+            # The newest entry comes last, and the oldest goes.
+            self._records.pop(self._mode, None)
+            self._records[self._mode] = self._record
+            if len(self._records) > _MOST_MODES:
+                del self._records[next(iter(self._records))]
         self._close()
 
     def drop(self) -> None:
@@ -252,34 +191,41 @@ class OrderLog:
         of all ranks.
         """
         # The number of further uses is not known while this rank records.
-        if self._recording or (self._open and self.expected[self.position] is not None):
+        if self._recording or (
+            self.is_open and self.expected[self.position] is not None
+        ):
             uses = len(self._entries) if self._recording else self.position
-            self.rounds.raised[self.number] = self.round, uses
+            self.order.raised[self.number] = self.round, uses
         self._close()
 
     def _close(self) -> None:
         """Leave the round that has ended or was abandoned."""
-        self._open = self._recording = self._at_end = False
+        self.is_open = self._recording = self._at_end = False
         self.expected, self.position = NOTHING, 0
 
     def _begin(self, mode: Hashable) -> None:
         """Begin a round: compare its begin with the expected begin, find the record."""
-        rounds = self.rounds
-        note_thread(rounds.threads)
-        if self.call is not None and self.calls is not None:
-            self.calls.begin_forward(self.number, self.call)
+        order = self.order
+        note_thread(order.threads)
         self.round += 1
-        self._open = True
-        if rounds.raised:
-            self.comparison.meet_after_raise(self.round, rounds.raised)
-            rounds.raised.clear()
-        predicted = self._compare_begin(mode)
-        rounds.begin(self.number, mode)
-        if predicted != mode:
-            keep(self._successors, (self._last, self._run), mode)
-        self._run = self._run + 1 if mode == self._last else 1
-        self._last = mode
-        self._entries = []
+        self.is_open = True
+        if order.raised:
+            # A rank that has not abandoned the same rounds at the same uses would be in
+            # a collective of such a round, with which the next of this rank would pair.
+            what, logs = self._what, sorted(order.raised.items())
+            ended = " and ".join(f"{what} {r} at use {uses}" for _, (r, uses) in logs)
+            does = f"begins {what} {self.round} after an exception that ended {ended}"
+            self._meet(BEGIN, (RAISED, logs), does, ONE_RANK_RAISED)
+            order.raised.clear()
+        events, event = order.events, (self.number, mode)
+        # As ``Order.note``, without a call: all ranks begin this round.
+        if order.at and events[order.at] == event and len(events) < MOST_EVENTS:
+            events.append(events[order.at])
+            order.at += 1
+        else:
+            self._compare_begin(mode, order.expected())
+            order.note(event)
+        self._mode, self._entries = mode, []
         self._record = record = self._records.get(mode) or Record()
         varies = record.departures > 1
         self._recording = varies or record.uses is None
@@ -288,26 +234,121 @@ class OrderLog:
         self.expected = NOTHING if self._recording else record.uses or NOTHING
         self.position = 0
 
-    def _compare_begin(self, mode: Hashable) -> Hashable:
-        """Compare the begin of a round that was not expected; return what was."""
-        # The mode of a round is predicted from the mode before, and from how many
-        # rounds in a row had that mode: an evaluation after every 100 steps is
-        # predicted from the second time on. Without experience, a mode that ran twice
-        # is expected again.
-        usual = self._last if self._run > 1 else None
-        predicted = self._successors.get((self._last, self._run), usual)
-        number, logs = self.rounds.expected(), self.rounds.logs
-        # All ranks have the same experience. Without experience, all ranks compare.
-        if number is None or (number == self.number and predicted is None):
-            self._compare(BEGIN, mode)
-        # Ranks whose prediction comes true send nothing, so this rank has to wait for
+    def _compare_begin(self, mode: Hashable, expected: Any) -> None:
+        """Compare the begin of a round, unless it is ``expected`` on all ranks."""
+        if expected is None:
+            return self._compare(BEGIN, [mode])
+        number, recorded = (None, None) if isinstance(expected, Call) else expected
+        # Ranks that begin what they expect send nothing, so this rank has to wait for
         # all ranks to begin the same round.
-        elif number != self.number:
-            self.comparison.depart(self.round, BEGIN, mode, other=logs[number])
-        elif predicted != mode:
-            since = self.round - 1
-            self.comparison.depart(self.round, BEGIN, mode, predicted, since=since)
-        return predicted
+        if number != self.number:
+            other = expected.story if number is None else self.order.logs[number]
+            self._announce(BEGIN, mode, other=other)
+        elif recorded != mode:
+            self._announce(BEGIN, mode, recorded, since=self.round - 1)
+
+    def _compare(self, at: str, values: Sequence[Any]) -> None:
+        """Compare with all ranks, which raise together."""
+        try:
+            self._exchange(at, values)
+        except DesyncError:
+            # No rank waits for another, so that the next round needs no meeting.
+            self._close()
+            raise
+
+    def _exchange(self, at: str, values: Sequence[Any]) -> None:
+        """Compare a use, a mode (at ``BEGIN``) or all uses (at ``END``) of all ranks.
+
+        Collective: an all-gather of 8 bytes over each group of ``peers``; if tags
+            differ, an all-gather of objects.
+        Raises: DesyncError, on every rank of a group whose ranks differ.
+        """
+        if not self.peers:
+            return
+        # No comprehension, which is a call: each use of the first step comes here.
+        facts = tuple(map(self._fact, values, [at] * len(values)))
+        # The host cannot read a tag during the capture of a CUDA graph.
+        if is_capturing():
+            return self._meet(at, facts, listed(facts), way_out(facts[-1], Fact("")))
+        # The name tells trees apart that share the group and the names of units.
+        tag = tag_of((self._what, self._name, at, *facts))
+        unlike: list[dist.ProcessGroup] = []
+        for peers in self.peers:
+            # After a difference in a group, this rank sends another tag to the next, so
+            # that the ranks there raise, too, and do not wait for this rank.
+            tags = collectives.all_gather_tag(~tag if unlike else tag, peers.group)
+            if tags.count(tags[0]) != len(tags):
+                unlike.append(peers.group)
+        if not unlike:
+            return
+        # All ranks of these groups have seen the difference, so all exchange objects.
+        mine = Told(facts, self._place(at), self._waiting())
+        for told in [gather(mine, [group]) for group in unlike]:
+            # The rounds of ranks may have other numbers.
+            if len({(each.facts, each.place[1]) for each in told.values()}) > 1:
+                self._raise(difference(told))
+        self._raise(
+            f"Ranks of another process group disagree in {mine.place[0]}: see the "
+            "error of the other ranks."
+        )
+
+    def _announce(
+        self,
+        at: str,
+        value: Any,
+        wanted: Any = None,
+        *,
+        since: int = 0,
+        other: str = "",
+    ) -> None:
+        """Meet all ranks at a use or mode other than ``wanted``, as in round ``since``.
+
+        ``other``: what was to begin instead of this log.
+        """
+        if not self.peers:
+            return
+        fact = self._fact(value, at)
+        if other:
+            does = f"{fact}, where the order of earlier rounds has {other}"
+            return self._meet(at, fact, does, SAME_ROUNDS)
+        mine, recorded = contrast([fact, self._fact(wanted, at)])
+        does = (
+            f"{mine}{self._waiting()}, where the order recorded in {self._what} "
+            f"{since} has: {recorded}"
+        )
+        self._meet(at, fact, does, way_out(mine, recorded))
+
+    def _place(self, at: str) -> tuple[str, str]:
+        return f"{self._what} {self.round}, at {at}", self._name
+
+    def _meet(self, at: str, facts: tuple[Any, ...], does: str, cure: str) -> None:
+        """Wait until every rank has come to the place with the same facts, too.
+
+        Raises: DesyncError, if a rank does something else, or does not come in time.
+        """
+        announced = Announcement(does, cure, self._place(at), facts)
+        groups = [each.group for each in self.peers]
+        for group in groups:
+            require_unbroken(group)
+        try:
+            for met in groups:
+                history_of(met).gather(announced)
+        except DesyncError as error:
+            text = str(error.args[0])
+            # Other ranks may follow the record and wait in a collective for this rank.
+            for group in groups:
+                if not (error.is_known_to_all and group is met):
+                    leave(group, text)
+            self._raise(text)
+
+    def _raise(self, text: str) -> NoReturn:
+        """Raise ``text``, which the ranks of ``peers`` know, also in other groups."""
+        # Of hybrid sharding, the other replicas have seen no difference in forward, and
+        # wait for this rank in the reductions.
+        for each in self.elsewhere:
+            if (group := each.ref()) is not None:
+                leave(group, text)
+        raise DesyncError(text) from None
 
 
 def compare_ranks(context: RuntimeContext, root: _RootFSDPState) -> None:
@@ -340,7 +381,6 @@ def _assign_order_logs(
     backward: dict[tuple[str, ...], OrderLog] = {}
     waiting = partial(missing_gradients, weakref.ref(context))
     tree = type(root.module).__name__
-    call = Call("forward", root.title)
     known: dict[Groups, UnitLogs] = {}
     for handle in context.handles:
         # A unit without elements sends no collective.
@@ -353,7 +393,7 @@ def _assign_order_logs(
         if handle.groups not in known:
             shard = handle.groups.shard
             gathers = [] if shard is None else [shard]
-            in_forward = _log(forward, "forward", tree, gathers, str, call)
+            in_forward = _log(forward, "forward", tree, gathers, str)
             both = handle.groups.present
             in_backward = _log(backward, "backward", tree, both, waiting)
             # Without a shard group there is no all-gather, but gradients are reduced
@@ -367,9 +407,9 @@ def _assign_order_logs(
     record(shards, agree=True)
     record(present, agree=replicas)
     for log in (*forward.values(), *backward.values()):
-        own = [peers.group for peers in log.comparison.peers]
+        own = [peers.group for peers in log.peers]
         # Groups of a fake world are not watched, and a log has no peers there.
-        log.comparison.elsewhere = tuple(
+        log.elsewhere = tuple(
             GroupRef(group) for group in present if own and group not in own
         )
     context.forward_logs = tuple(forward.values())
@@ -382,7 +422,6 @@ def _log(
     tree: str,
     groups: Sequence[dist.ProcessGroup],
     waiting: Callable[[], str],
-    call: Call | None = None,
 ) -> OrderLog | None:
     """Return the log for ``groups``, created at the first call; None without groups."""
     if not groups:
@@ -390,15 +429,7 @@ def _log(
     # Units may have equal groups in different ``Groups`` objects.
     key = tuple(group.group_name for group in groups)
     if key not in logs:
-        rounds = round_order(groups)
-        name = f"a {what} of {tree} (order log {len(rounds.logs)})"
-        is_forward = what == "forward"
-        use = forward_use if is_forward else backward_use
-        mode = forward_begin if is_forward else backward_begin
         # All ranks come here, and some may use the store later without the others.
-        peers = [Peers(g, what) for g in groups if can_compare(g)]
-        comparison = OrderComparison(peers, what, name, use, mode, waiting)
-        # Without ranks to compare with, no call meets.
-        calls = history_of(groups[0]) if call is not None and peers else None
-        logs[key] = OrderLog(name, rounds, comparison, call, calls)
+        peers = [Peers(group, what) for group in groups if can_compare(group)]
+        logs[key] = OrderLog(what, tree, order_over(groups), peers, waiting)
     return logs[key]

@@ -20,8 +20,12 @@ from time import time_ns
 
 import torch
 
-from composable_fsdp.comm.operations import operation_logs
-from composable_fsdp.comm.sequence import MOST_OPERATIONS, Operation, OperationLog
+from composable_fsdp.comm.operations import (
+    MOST_OPERATIONS,
+    Operation,
+    OperationLog,
+    operation_logs,
+)
 
 QUIET = 1.0
 """Seconds without a new collective after which the device is asked."""

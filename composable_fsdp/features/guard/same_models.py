@@ -1,8 +1,7 @@
 """Before the first gather of a tree, all ranks compare the models that they sharded.
 
 Ranks whose models differ would send other collectives, or the same with other contents:
-garbage without an error. So each rank sends a digest of fixed size, whatever its model
-is, and all ranks see all digests and decide alike::
+garbage without an error. So all ranks see digests of all models, and decide alike::
 
     one all-gather       digests of all ranks equal: done
     objects              facts of some ranks -> first difference -> DesyncError
@@ -35,7 +34,12 @@ from composable_fsdp.comm.groups import Groups, RankLayout
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import leave, record
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.features.guard.compare import first_difference, gather, tag_of
+from composable_fsdp.features.guard.compare import (
+    Announcement,
+    first_difference,
+    gather,
+    tag_of,
+)
 from composable_fsdp.features.guard.fingerprint import (
     UnitFacts,
     buffer_names,
@@ -79,11 +83,9 @@ Units = list[tuple[str, _FSDPState]]
 class Scope(NamedTuple):
     """Units that the same ranks hold."""
 
-    route: tuple[dist.ProcessGroup, ...]
-    """The groups over which a message reaches all these ranks, in turn."""
+    route: tuple[dist.ProcessGroup, ...]  # reach all these ranks, in turn
     units: Units
-    parts: dist.ProcessGroup | None = None
-    """The group, if its ranks hold other parts of the units."""
+    parts: dist.ProcessGroup | None = None  # whose ranks hold other parts of the units
 
 
 def compare_models(state: _FSDPState, *, replicas: bool, written: bool = False) -> None:
@@ -105,9 +107,8 @@ def compare_models(state: _FSDPState, *, replicas: bool, written: bool = False) 
     if replicas:
         scopes += _scopes_of_parts(units)
     # Watched, so that a difference reaches ranks that wait.
-    for each in scopes:
-        record(each.route, agree=True)
     routes = [group for each in scopes for group in each.route]
+    record(routes, agree=True)
     meet_if_used(routes, Call("first_gather", top.title, way_out=_FIRST_GATHER))
     _used.update(routes)
     for groups in {state.handle.groups for _, state in units}:
@@ -221,7 +222,7 @@ def meet_if_used(groups: Iterable[dist.ProcessGroup], call: Call) -> None:
     for group in dict.fromkeys(groups):
         if group in _used and can_compare(group):
             # No ``meet``: these calls come once and are no part of the order of calls.
-            history_of(group).gather(call.announced)
+            history_of(group).gather(Announcement.of(call))
 
 
 _used: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -247,31 +248,11 @@ class _Said(NamedTuple):
     rank: int
     facts: int
     weights: int
-    written: int
-    """Whether replicated parameters were written to since ``fully_shard``."""
-    shared: int
-    """The tag of the ranks of the shard groups."""
-    sharing: int
-    """Number of ranks that are in all shard groups of this rank; 0 without any."""
-    on_meta: int
-    """Whether shards were on meta then."""
-    start: int
-    """As ``_written_start`` returns it."""
-
-
-def _said(
-    scope: Scope, facts: Sequence[UnitFacts], shared: Sequence[tuple[int, ...]]
-) -> _Said:
-    """Return what this rank sends, without a start."""
-    return _Said(
-        dist.get_rank(),
-        fingerprint_of(facts),
-        *weights_tag(scope.units, scope.parts),
-        tag_of(shared),
-        len(set.intersection(*map(set, shared))) if shared else 0,
-        any(state.handle.writes.at_build == -1 for _, state in scope.units),
-        0,
-    )
+    written: int  # whether replicated parameters were written to since ``fully_shard``
+    shared: int  # the tag of the ranks of the shard groups
+    sharing: int  # number of ranks that are in all shard groups of this rank, or 0
+    on_meta: int  # whether shards were on meta then
+    start: int  # as ``_written_start`` returns it
 
 
 # The first forward may run inside a transform, where hashes would have no memory.
@@ -284,11 +265,18 @@ def _compare(top: _FSDPState, scope: Scope, facts: Sequence[UnitFacts]) -> str |
     # Shard groups of other parts are other groups.
     shared = [] if scope.parts else _shard_groups(scope.units)
     start, of = _written_start(top, [state.handle for _, state in scope.units])
-    sent: Sequence[int] = _said(scope, facts, shared)._replace(start=start)
-    size = len(sent)
+    sent: Sequence[int] = (
+        dist.get_rank(),
+        fingerprint_of(facts),
+        *weights_tag(scope.units, scope.parts),
+        tag_of(shared),
+        len(set.intersection(*map(set, shared))) if shared else 0,
+        any(state.handle.writes.at_build == -1 for _, state in scope.units),
+        start,
+    )
     for group in scope.route:
         sent = collectives.all_gather_digests(sent, group)
-    told = [_Said(*sent[i : i + size]) for i in range(0, len(sent), size)]
+    told = [_Said(*sent[i : i + 8]) for i in range(0, len(sent), 8)]
     for _, state in scope.units:
         state.initial.was_on_meta |= any(each.on_meta for each in told)
     if len({each.facts for each in told}) > 1:
@@ -354,19 +342,17 @@ def _difference(
 
     Collective: an all-gather of objects over the groups of ``route``.
     """
-    alike: dict[int, list[int]] = {}
-    for each in sorted(told, key=lambda said: said.rank):
-        alike.setdefault(each.facts, []).append(each.rank)
     # One rank per model sends, compressed: a gather gives every rank room for the
     # longest message of each rank.
-    speaks = dist.get_rank() in [ranks[0] for ranks in alike.values()]
+    first = {each.facts: each.rank for each in sorted(told, reverse=True)}
+    speaks = dist.get_rank() in first.values()
     sent = zlib.compress(pickle.dumps(tuple(facts))) if speaks else b""
     received = gather(sent, route)
-    known = {
-        each: told_facts(pickle.loads(zlib.decompress(received[ranks[0]])))
-        for ranks in alike.values()
-        for each in ranks
+    models = {
+        tag: told_facts(pickle.loads(zlib.decompress(received[rank])))
+        for tag, rank in first.items()
     }
+    known = {each.rank: models[each.facts] for each in told}
     return (
         "Ranks have sharded different models. They differ first in "
         f"{first_difference(known)}. {_WAY_OUT}"

@@ -14,9 +14,8 @@ and compared with the other replicas' ::
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -36,10 +35,7 @@ from composable_fsdp.tree.state import _FSDPState
 def weights_tag(
     units: Units, parts: dist.ProcessGroup | None = None
 ) -> tuple[int, bool]:
-    """Return a tag of the values, and whether shards with replicas were written to.
-
-    Hashes units that are not cut. One copy of all hashes to the host.
-    """
+    """Return a tag of the values, and whether shards with replicas were written to."""
     for _, state in units:
         initial, layout = state.initial, state.handle.layout
         if state.handle.groups.shard is not None or not initial.is_checked:
@@ -60,53 +56,50 @@ def require_same_weights(
     route: tuple[dist.ProcessGroup, ...],
     parts: dist.ProcessGroup | None = None,
 ) -> str | None:
-    """Find the first parameter whose values differ between ranks.
+    """Find the first parameter whose values differ between ranks; return a warning.
 
-    Returns: the text of a warning; None if no values differ that can be compared.
     Collective: an all-gather of objects over each group of ``route``.
     Raises: DesyncError, if the unit's ``check_weights`` is "error".
     """
-    hashes = _initial_hashes(units, parts)
-    told = [
-        _values_of(state, each, parts)
-        for (_, state), each in zip(units, hashes, strict=True)
-    ]
-    every = gather(told, route)
-    unlike = []
-    for i, (name, state) in enumerate(units):
-        found: dict[Hashable, dict[int, tuple[int, ...]]] = {}
-        for rank, units_there in every.items():
-            for key, values in units_there[i].items():
-                found.setdefault(key, {})[rank] = values
-        if rows := [each for each in found.values() if len(set(each.values())) > 1]:
-            unlike.append((name, state, rows))
-    # An error goes before a warning; all ranks have the same options.
-    strict = [unit for unit in unlike if unit[1].options.check_weights == "error"]
+    told = []
+    for (_, state), whole in zip(units, _initial_hashes(units, parts), strict=True):
+        groups, shards = state.handle.groups, []
+        # Replicas of a cut unit are compared shard by shard.
+        copies = None if groups.shard is None else groups.replicate
+        if parts is None and _has_replicas(state):
+            shards = hash_values(sharded_leaves(state.handle.layout)).tolist()
+        replica = 0 if copies is None else copies.rank()
+        told.append((replica, whole, groups.rank, shards))
+    unlike = list(_unlike(units, gather(told, route)))
     if not unlike:
         return None
+    # An error goes before a warning; all ranks have the same options.
+    strict = [unit for unit in unlike if unit[1].options.check_weights == "error"]
     text = _text(*(strict or unlike)[0], len(unlike), parts)
     if strict:
         raise DesyncError(text)
     return text
 
 
-def _values_of(
-    state: _FSDPState, hashes: Sequence[int | None], parts: dist.ProcessGroup | None
-) -> dict[Hashable, tuple[int | None, ...]]:
-    """Return the values of a unit by what tells with which ranks they are compared."""
-    groups = state.handle.groups
-    # Replicas of a cut unit are compared shard by shard.
-    copies = None if groups.shard is None else groups.replicate
-    replica = 0 if copies is None else copies.rank()
-    # Ranks that wrote to other parameters since are not compared: nothing is known of
-    # the initial values of the written ones.
-    kind = tuple([value is None for value in hashes])
-    found: dict[Hashable, tuple[int | None, ...]]
-    found = {("whole", kind, replica): tuple(hashes)}
-    if parts is None and _has_replicas(state):
-        shards = hash_values(sharded_leaves(state.handle.layout)).tolist()
-        found["shard", groups.rank] = tuple(shards)
-    return found
+def _unlike(
+    units: Units, told: Mapping[int, list[Any]]
+) -> Iterator[tuple[str, _FSDPState, int, dict[int, int]]]:
+    """Yield of each unit with other values the first parameter, and hashes by rank."""
+    for i, (name, state) in enumerate(units):
+        # By parameter and by what tells which ranks are compared.
+        found: dict[tuple[int, str, int], dict[int, int]] = {}
+        for rank, units_there in told.items():
+            replica, whole, place, shards = units_there[i]
+            for index, value in enumerate(whole):
+                # Nothing is known of the initial values of a written parameter.
+                if value is not None:
+                    found.setdefault((index, "", replica), {})[rank] = value
+            for index, value in enumerate(shards):
+                found.setdefault((index, "shard", place), {})[rank] = value
+        differ = [k for k, values in found.items() if len(set(values.values())) > 1]
+        if differ:
+            first = min(differ)
+            yield name, state, first[0], found[first]
 
 
 def _initial_hashes(
@@ -165,26 +158,15 @@ def _has_replicas(state: _FSDPState) -> bool:
 def _text(
     name: str,
     state: _FSDPState,
-    unlike: Sequence[Mapping[int, Sequence[int | None]]],
+    index: int,
+    values: Mapping[int, int],
     units: int,
     parts: dist.ProcessGroup | None,
 ) -> str:
-    """Return the warning or error for the unit ``name``, one of ``units`` that differ.
-
-    Equal on all ranks.
-    """
-    index, values = min(
-        (
-            (i, {rank: row[i] for rank, row in rows.items()})
-            for rows in unlike
-            for i in range(len(next(iter(rows.values()))))
-            if len({row[i] for row in rows.values()}) > 1
-        ),
-        key=itemgetter(0),
-    )
+    """Return the warning or error, equal on all ranks, for one of ``units``."""
     regions = state.handle.layout.regions
     slot = next(s for r in regions for s in r.layout.parameters if s.index == index)
-    ranks: dict[Any, list[int]] = {}
+    ranks: dict[int, list[int]] = {}
     for rank, value in sorted(values.items()):
         ranks.setdefault(value, []).append(rank)
     first, *others = map(ranks_text, ranks.values())

@@ -1,8 +1,8 @@
 """A thread that looks after long waits: proofs that ranks never meet, and reports.
 
 The main thread of a rank that waits can do nothing, so a daemon thread with its own
-connection to the key-value store looks at the operations of this rank once a second
-(``comm.sequence``). It visits the store only if this rank waits or is quiet for long::
+connection to the key-value store looks at the operations of this rank once a second.
+It visits the store only if this rank waits or is quiet for long::
 
     op/N       which operation a rank waits in as the N-th over the group
     op/N/...   /unlike: what another rank does there instead
@@ -35,12 +35,12 @@ from composable_fsdp.comm import agreement
 from composable_fsdp.comm.nodes import group_timeout
 from composable_fsdp.comm.operations import (
     UNEVEN,
+    Operation,
+    OperationLog,
     OperationRecord,
-    Reporter,
+    Recorder,
     operation_log,
-    waiting_in,
 )
-from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.comm.store_names import pauses
 from composable_fsdp.errors import DesyncError, FSDPError
 from composable_fsdp.features.guard import hang_report
@@ -68,17 +68,13 @@ class _Note(NamedTuple):
     """What a rank does as its N-th operation over a group."""
 
     rank: int
-    does: list[str | None]
-    """The operation and the unit."""
-    predicate: str
-    """The same in words."""
-    threads: list[str]
-    """The threads of the program that use the group."""
-    advice: str
-    """The way out."""
+    does: list[str | None]  # the operation and the unit
+    predicate: str  # the same in words
+    threads: list[str]  # of the program that use the group
+    advice: str  # the way out
 
 
-class GroupWatch(Reporter):
+class GroupWatch(Recorder):
     """The watch over a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -88,10 +84,8 @@ class GroupWatch(Reporter):
         limit = group_timeout(group)
         self._report_after = min(float(os.environ.get(HANG_VARIABLE) or 60), limit / 2)
         self._quiet = min(_QUIET, limit / 4)
-        self.broken = ""
-        """Why no later collective over the group can pair; empty while all can."""
-        self._away = ""
-        """The key by which this rank has told that it sends no more; else empty."""
+        self.broken = ""  # why no later collective over the group can pair
+        self._away = ""  # the key by which this rank has told that it sends no more
         self.store_wait: StoreWait | None = None  # the wait of a thread in the store
         self._told: list[Any] = []  # what ``last/R`` says
         self._reported: object = None  # the wait that was reported last
@@ -141,7 +135,7 @@ class GroupWatch(Reporter):
         # The operation in which the main thread waits, or the device is.
         waits = waiting_in(log) or running_in(log)
         if waits is not None:
-            told = [waits.number, OperationRecord.of(waits).predicate]
+            told = [waits.number, f"is in {OperationRecord.of(waits).title}"]
             # The host is behind the operation that the device is in.
             since = waits.waited or waits.issued
             seconds = quiet_for(log) if waits.done else (time.time_ns() - since) / 1e9
@@ -150,21 +144,19 @@ class GroupWatch(Reporter):
             return inside.waited, inside, [log.number, inside.predicate]
         if not log.operations:
             return 0.0, None, [log.number, "has sent no operation yet"]
-        title = OperationRecord.of(log.operations[-1]).title
-        text = f"has finished {title[:1].lower()}{title[1:]}"
+        text = f"has finished {OperationRecord.of(log.operations[-1]).title}"
         return 0.0, None, [log.number, text]
 
     def _look_for_proof(self, store: Any, waits: Operation) -> None:
-        """Tell in which operation this rank waits; read whether another is in another.
-
-        Two round trips.
-        """
+        """Tell in which operation this rank waits; read what other ranks tell."""
         if not self.keys:
             return
         key, record = f"{self.keys}/op/{waits.number}", OperationRecord.of(waits)
+        does: Any = [waits.op, waits.unit]
         advice = UNEVEN if record.phase == "forward" else ""
-        mine = self._note([waits.op, waits.unit], record.predicate, advice)
-        own, found = _Note(*json.loads(mine)), []
+        is_in = f"is in {record.title}"
+        mine = self._note(does, is_in, advice)
+        found = []
         if self._said != key:
             if self._said:
                 store.delete_key(self._said)
@@ -173,19 +165,23 @@ class GroupWatch(Reporter):
             found.append(first)
         if store.check([f"{key}/unlike"]):
             found.append(store.get(f"{key}/unlike"))
-        for text in found:
-            other = _Note(*json.loads(text))
-            ordered = other.threads == own.threads and len(own.threads) < 2
+        for other in (_Note(*json.loads(text)) for text in found):
             # A rank that has left sends no more from any thread.
-            if other.does != own.does and (ordered or other.does in (_LEFT, _OWES)):
+            proves = self._is_ordered(other) or other.does in (_LEFT, _OWES)
+            if other.does != does and proves:
                 store.compare_set(f"{key}/unlike", "", mine)
-                both = {own.rank: own.predicate, other.rank: other.predicate}
+                both = {dist.get_rank(): is_in, other.rank: other.predicate}
                 self._proof = waits.number, never_meet(both, other.advice or advice)
 
     def _note(self, does: list[str | None], predicate: str, advice: str) -> str:
         """Return what this rank does, for the store."""
         note = _Note(dist.get_rank(), does, predicate, self.threads(), advice)
         return json.dumps(note)
+
+    def _is_ordered(self, other: _Note) -> bool:
+        """Return whether one thread alone sends, here and on the other rank."""
+        names = self.threads()
+        return other.threads == names and len(names) < 2
 
     def awaited(self, operation: Operation) -> DesyncError | None:
         """Return the error that ends the wait for ``operation``, if it never ends."""
@@ -209,8 +205,7 @@ class GroupWatch(Reporter):
     ) -> None:
         """Tell ranks that wait in the next operation that this rank will not send it.
 
-        ``predicate`` says what this rank does instead, ``advice`` the way out;
-        ``waits``: it waits elsewhere.
+        ``predicate`` says what this rank does instead; ``waits``: it waits elsewhere.
         """
         does: Any = ["waits", ""] if waits else _OWES if owes else _LEFT
         mine = self._note(does, predicate, advice)
@@ -230,11 +225,9 @@ class GroupWatch(Reporter):
                 self.leave(f"raised: {text.rstrip('.')}", owes=owes)
 
     def elsewhere(self) -> tuple[int, str] | None:
-        """Return a rank that waits in the next operation over the group, and which.
-
-        Called by a rank that waits in the store before it could send that operation.
-        """
-        store, names = agreement.key_value_store(), self.threads()
+        """Return a rank that waits in the next operation over the group, and which."""
+        # This rank waits in the store before it could send that operation.
+        store = agreement.key_value_store()
         key = f"{self.keys}/op/{self.log.number + 1}"
         if self.broken or not self.keys:
             return None
@@ -242,11 +235,11 @@ class GroupWatch(Reporter):
             other = _Note(*json.loads(store.get(f"{key}/unlike")))
             if other.does == _LEFT and other.rank != dist.get_rank():
                 return other.rank, other.predicate
-        if not store.check([key]):
-            return None
-        other = _Note(*json.loads(store.get(key)))
-        ordered = other.threads == names and len(names) < 2
-        return (other.rank, other.predicate) if ordered else None
+        if store.check([key]):
+            other = _Note(*json.loads(store.get(key)))
+            if self._is_ordered(other):
+                return other.rank, other.predicate
+        return None
 
     def issued(self, operation: Operation) -> None:
         """Raise DesyncError before ``operation`` is sent, if the group is torn."""
@@ -334,10 +327,7 @@ class StoreWait:
         return time.monotonic() - self._start
 
     def pause(self, absent: Callable[[], list[int]]) -> str:
-        """Sleep, for less than a second; return why the ranks do not meet, if so.
-
-        ``absent`` returns the global ranks that have not come, and is asked at times.
-        """
+        """Sleep, less than a second; return why the ranks ``absent`` do not come."""
         # Polling with growing pauses: a blocking wait would hold the connection to the
         # store, which other threads of this process share.
         time.sleep(next(self._between))
@@ -435,12 +425,17 @@ _WATCH = _Watch()
 atexit.register(_WATCH.stop)
 
 
-def watch(groups: Iterable[dist.ProcessGroup], *, agree: bool = False) -> None:
-    """Watch the collectives over ``groups`` that can compare.
+def waiting_in(log: OperationLog) -> Operation | None:
+    """Return the operation in which this rank waits; None if it waits in none."""
+    # ``list`` of a deque is atomic: the main thread may append meanwhile.
+    last = reversed(list(log.operations))
+    return next((each for each in last if each.state == "running"), None)
 
-    With ``agree``, waits in the store for all ranks of each group, in the first call.
-    Before the ranks have a name there, no rank can be told what another waits in.
-    """
+
+def watch(groups: Iterable[dist.ProcessGroup], *, agree: bool = False) -> None:
+    """Watch the collectives over ``groups`` that can compare."""
+    # Before the ranks have a name in the store, no rank can be told what another waits
+    # in.
     for group in groups:
         if not agreement.can_compare(group):
             continue

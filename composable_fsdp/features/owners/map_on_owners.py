@@ -31,8 +31,7 @@ from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.meeting import Call, meet
-from composable_fsdp.comm.operations import leave
-from composable_fsdp.comm.sequence import Operation
+from composable_fsdp.comm.operations import Operation, leave
 from composable_fsdp.errors import CompositionError, FSDPError
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.param_ref import ParamRef, find_param

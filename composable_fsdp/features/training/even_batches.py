@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.operations import begin
-from composable_fsdp.comm.sequence import Operation
+from composable_fsdp.comm.operations import Operation, begin
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.storage.team import Team, meet_team, team_of
 

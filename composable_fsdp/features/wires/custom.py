@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_fsdp.access.settings import changed_units
-from composable_fsdp.comm.sequence import Operation
+from composable_fsdp.comm.operations import Operation
 from composable_fsdp.comm.works import Works
 
 
