@@ -359,7 +359,15 @@ def note_thread(threads: set[Thread]) -> None:
         threads.add(this)
 
 
-_PACKAGE = f"{Path(__file__).parents[1]}/"
+class _Ours(dict[str, bool]):
+    """By file name: whether the file is in this package."""
+
+    def __missing__(self, name: str) -> bool:
+        found = self[name] = Path(name).is_relative_to(Path(__file__).parents[1])
+        return found
+
+
+_ours = _Ours()
 
 
 def _calling() -> str:
@@ -367,9 +375,10 @@ def _calling() -> str:
     name = ""
     frame: FrameType | None = sys._getframe(1)
     # Hooks of torch may lie between functions of this package, so all frames are read.
-    # Only collectives outside the common step come here.
+    # Only collectives outside the common step come here. No call for each frame: a step
+    # that clips would cost more in a program with a deeper stack.
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_PACKAGE):
+        if _ours[frame.f_code.co_filename]:
             name = frame.f_code.co_name
         frame = frame.f_back
     return name

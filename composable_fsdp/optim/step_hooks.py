@@ -223,20 +223,31 @@ def _unmoved(
 
     ``unseen``: the step may have written any of them.
     """
-    # A loop without calls, because this runs in every step.
+    # No call for each parameter, because this runs in every step.
     found: list[torch.Tensor] = []
     for region in handle.layout.trainable:
+        leaves, shown = region.leaves, region.gradient.shown
         flat = region.flat is not None and region.flat.grad is not None
-        for leaf, shown in zip(region.leaves, region.gradient.shown, strict=True):
-            # Of a parameter without elements here ``shown`` tells of the other ranks:
-            # it is as the last reduction set it, and ``zero_grad`` on this rank does
-            # not clear it. DCP's step that creates state gives these parameters
-            # gradients, too.
-            elsewhere = shown and not leaf.numel()
-            there = elsewhere and leaf.grad is None and id(leaf) in counted
-            # An optimizer passes by parameters without a gradient.
-            if there or (unseen and (flat or elsewhere or leaf.grad is not None)):
-                found.append(leaf)
+        # Of a parameter without elements here ``shown`` tells of the other ranks: it is
+        # as the last reduction set it, and ``zero_grad`` on this rank does not clear
+        # it. DCP's step that creates state gives these parameters gradients, too. An
+        # optimizer passes by parameters without a gradient.
+        found += [
+            leaf
+            for leaf, key, numel, graded in zip(
+                leaves,
+                map(id, leaves),
+                map(torch.Tensor.numel, leaves),
+                shown,
+                strict=True,
+            )
+            if (
+                graded
+                and not numel
+                and (unseen or (leaf.grad is None and key in counted))
+            )
+            or (unseen and (flat or leaf.grad is not None))
+        ]
     return found
 
 

@@ -71,8 +71,9 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if not handle.form.needs_gather:
         residency.hold_full(handle)
     elif context.streams.host_waits:
-        if context.reducing is not None:
-            # The full buffers take the memory of the reduction (``runtime.reduce``).
+        # The full buffers take the memory of the reduction (``runtime.reduce``). Not in
+        # a forward (``set_is_last_backward``): its modes would hold for hooks of users.
+        if context.reducing is not None and context.tasks:
             finish_reduction(context, ahead_of=handle)
         residency.allocate_full(handle)
         handle.ready = _gather(handle, async_op=True)

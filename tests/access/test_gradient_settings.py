@@ -201,19 +201,28 @@ def test_a_divide_factor_replaces_the_number_of_ranks_as_in_fsdp2(
 
 @on_ranks(2)
 def test_the_last_reduction_is_awaited_by_the_last_backward(world: World) -> None:
-    """Before, the end of backward leaves it on its way, and no sum is lost."""
+    """Before, the end of backward leaves it on its way, and no sum is lost. A forward
+    does not await it: hooks of the user would run in the mode of that forward."""
     model = gpt("composable")
+    modes: set[bool] = set()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch
+            lambda _: modes.add(torch.is_inference_mode_enabled())
+        )
 
     set_is_last_backward(model, False)
     backward(model, 0, world.rank)
     in_flight = _get_fsdp_states(model)[0].context
     assert in_flight is not None
+    with torch.inference_mode():
+        model(gpt_input(2, world.rank))
     pending = in_flight.reducing is not None
     set_is_last_backward(model, True)
     backward(model, 1, world.rank)
 
     assert pending
     assert in_flight.reducing is None
+    assert modes == {False}
     assert_gradients(model, summed_then_averaged(world, [0, 1]), 1e-6)
 
 
