@@ -18,10 +18,11 @@ MATRIX = 16 * 4
 
 
 def test_the_peak_is_a_sum_that_can_be_worked_out_by_hand() -> None:
-    """Four matrices, one of them the root's; most is alive in unit 2's backward.
+    """Four matrices, one of them the root's; most is alive in unit 1's backward.
 
-    Full are the root, unit 2 and unit 1 ahead. Unit 3 is being reduced, into half a
-    matrix, and unit 2's gradient is there. On CUDA it is the same, as unit 3 is freed.
+    Full are the root and unit 1, ahead of which nothing is gathered, so that unit 2 is
+    still being reduced, into half a matrix; unit 3 is reduced, and unit 1's gradient is
+    there. On CUDA it is the same, as unit 2 is freed.
     """
     result = plan(linears(4), world_size=2, policy=units({"1": {}, "2": {}, "3": {}}))
     kept = 4 * MATRIX // 2
@@ -30,14 +31,14 @@ def test_the_peak_is_a_sum_that_can_be_worked_out_by_hand() -> None:
 
     assert cpu == Memory(
         parameters=kept,
-        gradients=MATRIX // 2,
-        full=3 * MATRIX,
+        gradients=MATRIX,
+        full=2 * MATRIX,
         reduce=MATRIX,
         in_flight=MATRIX,
-        when="backward of 2",
+        when="backward of 1",
     )
     assert cuda == cpu._replace(optimizer=2 * kept)
-    assert 2 * cuda.total == 6 * kept + 11 * MATRIX
+    assert cuda.total == 3 * kept + 5 * MATRIX
 
 
 def test_few_rows_are_noted_with_the_way_out() -> None:
