@@ -232,10 +232,13 @@ def kept_full(order: StreamOrder) -> None:
 
 
 def not_the_last(order: StreamOrder) -> None:
-    """The end of a backward does not wait; the model is changed before it does."""
+    """The end of a backward does not wait; two evaluations come, whose all-gathers
+    take the memory of the reduction, and the model is changed before it does."""
     model = gpt(order)
     set_is_last_backward(model, False)
     backward(loss_of(model))
+    with torch.no_grad():
+        model(TOKENS), model(TOKENS)
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     backward(loss_of(model))
@@ -472,6 +475,16 @@ def test_streams_are_ordered_elsewhere(
         monkeypatch.setitem(globals(), "units", partial(units, arena=arena))
     with watched(1 if way == "one rank" else 4) as order:
         case(order)
+
+
+def test_the_result_of_a_hook_stays_in_a_reduce_buffer() -> None:
+    """A rank alone reduces in place; a cast fills the full buffers of the next unit."""
+    with watched(1) as order:
+        model = gpt(order, mixed_precision=LOWER)
+        world = dist.group.WORLD
+        assert world is not None
+        register_comm_hook(model, DefaultState(world), allreduce_hook)
+        train(model)
 
 
 def streams_of(model: Any) -> set[tuple[Any, ...]]:
