@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from composable_fsdp import fully_shard, plan
 from composable_fsdp.comm import registered_memory
-from composable_fsdp.entries import apply
 from composable_fsdp.features import Arena
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import apply_units, backward, gpt_input, gpt_units, loss_of
@@ -60,7 +59,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Backend:
     """Put a stand-in in the place of NCCL and of the pools of torch."""
     made = Backend()
-    monkeypatch.setattr(apply, "refuse_without_nccl", lambda *_: None)
+    monkeypatch.setattr(registered_memory, "refuse_without_nccl", lambda *_: None)
     monkeypatch.setattr(registered_memory, "backend_of", lambda *_: made)
     monkeypatch.setattr(torch.cuda, "MemPool", made.make_pool)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", made.use_pool)

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp.config import (
-    Block,
-)
+from composable_fsdp.config import Block
 from composable_fsdp.tools.memory import Memory
 from composable_fsdp.tools.plan import plan
 from tests.planning.trees import linears, units
@@ -20,9 +18,8 @@ MATRIX = 16 * 4
 def test_the_peak_is_a_sum_that_can_be_worked_out_by_hand() -> None:
     """Four matrices, one of them the root's; most is alive in unit 1's backward.
 
-    Full are the root and unit 1, ahead of which nothing is gathered, so that unit 2 is
-    still being reduced, into half a matrix; unit 3 is reduced, and unit 1's gradient is
-    there. On CUDA it is the same, as unit 2 is freed.
+    Full are the root and unit 1, and unit 1's gradient is there. Unit 2 is being
+    reduced, and unit 3 is reduced, each into half a matrix. On CUDA it is the same.
     """
     result = plan(linears(4), world_size=2, policy=units({"1": {}, "2": {}, "3": {}}))
     kept = 4 * MATRIX // 2
@@ -31,14 +28,14 @@ def test_the_peak_is_a_sum_that_can_be_worked_out_by_hand() -> None:
 
     assert cpu == Memory(
         parameters=kept,
-        gradients=MATRIX,
+        gradients=2 * MATRIX // 2,
         full=2 * MATRIX,
         reduce=MATRIX,
         in_flight=MATRIX,
         when="backward of 1",
     )
     assert cuda == cpu._replace(optimizer=2 * kept)
-    assert cuda.total == 3 * kept + 5 * MATRIX
+    assert 2 * cuda.total == 6 * kept + 10 * MATRIX
 
 
 def test_few_rows_are_noted_with_the_way_out() -> None:

@@ -78,14 +78,14 @@ def test_the_exit_status_says_whether_it_fits(run: Run, script: str) -> None:
     assert "fits without activations: " in out
     assert "smallest world size that fits is 1." in out
 
-    does_not, out, err = run(f"{script}:Net", "--gpu-memory", "1100KiB")
+    does_not, out, err = run(f"{script}:Net", "--gpu-memory", "1000KiB")
     assert (does_not, err) == (1, "")
     assert "does not fit" in out
     options = re.findall(r"\d, fits: .*?|, fits: .*\((--[^)]*)\)$", out, re.MULTILINE)
     suggested = [each for each in options if each]
     assert suggested
     for each in suggested:
-        status, _, _ = run(f"{script}:Net", "--gpu-memory", "1100KiB", *each.split(" "))
+        status, _, _ = run(f"{script}:Net", "--gpu-memory", "1000KiB", *each.split(" "))
         assert status == 0
 
 

@@ -104,10 +104,10 @@ def _send(
         works, results = [], []
         for output, given in zip(outputs, inputs, strict=True):
             allocate = partial(comm.allocate, dtype=given.dtype, device=given.device)
+            # FSDP2 allocates the input of a reduction first, too.
+            own = allocate(given.shape) if how else None
             result = allocate(output.shape)
-            if how:
-                own = allocate(given.shape)
-            else:
+            if own is None:
                 # The input is a slice of the output, as backends prefer.
                 own = result.narrow(0, group.rank() * len(given), len(given))
             own.copy_(given)
