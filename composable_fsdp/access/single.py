@@ -20,7 +20,8 @@ from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
 from composable_fsdp.flat.param_form import mesh_groups
 from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
-from composable_fsdp.naming import quoted, strip_wrapper
+from composable_fsdp.naming import join_name, quoted, strip_wrapper
+from composable_fsdp.planning import walk
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
 from composable_fsdp.tree.root import compare_models, meet_over
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
@@ -156,15 +157,23 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Para
     Raises: CompositionError, with similar names; PhaseError, inside a step.
     """
     require_module(module, what)
-    found = module.named_parameters(remove_duplicate=False)
-    named = {strip_wrapper(name): parameter for name, parameter in found}
+    # By place: ``named_parameters`` recurses, and a class may override it.
+    known: dict[str, nn.Parameter] = {
+        join_name(path, key): parameter
+        for path, each in walk.named(module)
+        for key, parameter in each._parameters.items()
+        if parameter is not None
+    }
     name = strip_wrapper(fqn)
-    if name not in named:
+    if name not in known:
+        others = module.named_parameters(remove_duplicate=False)
+        known |= {strip_wrapper(other): parameter for other, parameter in others}
+    if name not in known:
         raise CompositionError(
             f"{what}: {type(module).__name__} has no parameter {fqn!r}. "
-            f"{closest_names(name, named)}"
+            f"{closest_names(name, known)}"
         )
-    parameter = named[name]
+    parameter = known[name]
     place = _place_of(module, parameter)
     if place is None:
         return parameter

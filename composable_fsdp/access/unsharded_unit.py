@@ -320,7 +320,7 @@ def _unshard_state(
         handle.phase = Phase.IDLE
         UNSHARDED.discard(id(handle))
         # The full parameters outlive the block.
-        for leaf in unit.leaves:
+        for leaf in unit.leaves if with_grads else ():
             leaf.grad = None
         reshard(context, handle)
         unit.hide()

@@ -95,12 +95,12 @@ def _expert_group(
     """Return the group of ranks with other experts."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         kind: type[Exception] = TypeError
-        got = type(mesh).__name__
+        expected, got = "DeviceMesh", type(mesh).__name__
         if isinstance(mesh, DeviceMesh):
-            kind, got = PlanError, f"{mesh.ndim}-D: {mesh}"
+            kind, expected, got = PlanError, "mesh", f"{mesh.ndim}-D: {mesh}"
         raise kind(
-            f"expert_mesh expects a 1-D mesh, got {got}. Pass the dimension whose "
-            "ranks hold other experts, such as mesh['ep']."
+            f"expert_mesh expects a 1-D {expected}, got {got}. Pass the dimension "
+            "whose ranks hold other experts, such as mesh['ep']."
         )
     group = _member(mesh.get_group())
     pairs = (shard, replicate)

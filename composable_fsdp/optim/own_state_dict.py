@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
+from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.flat_state import originals, unflatten_state
 from composable_fsdp.optim.keys import state_by_name
-from composable_fsdp.optim.names import Table, given_names, is_absent, name_parameters
+from composable_fsdp.optim.names import (
+    Group,
+    Table,
+    given_names,
+    is_absent,
+    name_parameters,
+)
 from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.state_dict.sharded import local_of
 
@@ -108,10 +115,25 @@ def joined_state(
     for optim, saved in zip(optims, given, strict=True):
         table = name_parameters(model, optim.param_groups, given_names(optim))
         tables.append(table)
+        # As FSDP1, which takes the state alone.
+        is_alone = isinstance(saved, dict) and "param_groups" not in saved
+        if is_alone and isinstance(saved.get("state"), dict):
+            saved = {**saved, "param_groups": _numbered(optim, saved["state"])}
         # First per original, because flat parameters have no names.
         saved = unflatten_state(optim.param_groups, saved)
-        saved = unwrapped(state_by_name(saved, table, what))
+        saved = unwrapped(state_by_name(saved, table, what, partial=is_alone))
         # No name occurs twice, because ``optimizers_of`` refuses shared parameters.
         state.update(saved["state"])
         options += saved["param_groups"]
     return Table.joined(model, tables), {"state": state, "param_groups": options}
+
+
+def _numbered(optim: Optimizer, state: dict[Any, Any]) -> list[Group]:
+    """Return the groups of a state keyed by numbers; none for one keyed by names."""
+    if any(isinstance(key, str) for key in state):
+        return []
+    numbers = count()
+    return [
+        {**group, "params": [next(numbers) for _ in group["params"]]}
+        for group in optim.param_groups
+    ]

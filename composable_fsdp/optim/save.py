@@ -75,7 +75,8 @@ def optim_state_dict(
             returned as if a single optimizer had them.
         optim_state_dict: a state dict that ``optim.state_dict()`` returned, keyed by
             numbers or by names; a list of state dicts for a list of optimizers.
-            Default: the current state of ``optim``.
+            Default: the current state of ``optim``. Without ``param_groups`` the
+            result has none.
         group: ignored, because each unit knows its process groups.
 
     Returns: the state dict, or ``{}`` on the other ranks with ``rank0_only``.
@@ -107,8 +108,12 @@ def optim_state_dict(
     given = _given(optims, optim_state_dict)
     to_cpu = config.offload_to_cpu
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-        return full_state(model, optims, given, first_only=first_only, to_cpu=to_cpu)
-    return sharded_state(model, optims, given, to_cpu=to_cpu, alone=is_local)
+        result = full_state(model, optims, given, first_only=first_only, to_cpu=to_cpu)
+    else:
+        result = sharded_state(model, optims, given, to_cpu=to_cpu, alone=is_local)
+    if all("param_groups" not in each for each in given):
+        result.pop("param_groups", None)
+    return result
 
 
 def _given(optims: list[Optimizer], given: Any) -> list[dict[str, Any]]:

@@ -222,7 +222,8 @@ def _take_values(
         leaf, value = ref.leaf, state_dict[key]
         # torch accepts a tensor of shape (1,) for a 0-d parameter (files from before
         # torch 0.4).
-        if type(value) is Tensor and value.shape == (1,) and ref.shape == ():
+        is_part = isinstance(value, ShardedValue)
+        if not is_part and value.shape == (1,) and ref.shape == ():
             value = value[0]
         problem = _problem(ref, value)
         if not problem:

@@ -189,6 +189,21 @@ def test_without_gradients_the_norm_is_zero_and_a_warning_says_so(
     clip_grad_norm_(small, 1.0)
 
 
+@on_ranks(2)
+def test_gradients_of_frozen_parameters_count(world: World) -> None:
+    """As in torch: an optimizer steps on them, too."""
+    model, plain = fully_shard(tiny_mlp()), tiny_mlp()
+    for each in (model, plain):
+        frozen = each[0].get_parameter("weight").requires_grad_(False)
+        each(torch.ones(2, 8)).sum().backward()
+        frozen.grad = torch.ones_like(frozen)
+    want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+
+    torch.testing.assert_close(clip_grad_norm_(model, 0.5), want)
+    grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    assert_close(model, grads)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @on_ranks(2)
 def test_a_rank_may_hold_no_element_of_what_is_clipped(

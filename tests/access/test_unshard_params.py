@@ -220,6 +220,34 @@ def test_state_dicts_are_given_and_taken_inside_the_block(world: World) -> None:
     assert differences(model.state_dict(), TinyGPT(seed=5).state_dict()) == {}
 
 
+@on_ranks(2)
+def test_backward_refuses_what_a_block_has_written_since_the_forward(
+    world: World,
+) -> None:
+    """As that of a plain model; what the block only shows does no harm."""
+    model = fully_shard(tiny_mlp())
+    for writes in (False, True):
+        loss = model(torch.ones(2, 8)).sum()
+        with unshard_params(model), torch.no_grad():
+            if writes:
+                model[2].get_parameter("weight").mul_(2.0)
+        text = message_of(loss.backward)
+        assert text.startswith("PhaseError: Backward needs a tensor as") == writes, text
+
+
+@on_ranks(2)
+def test_a_kept_parameter_keeps_the_gradient_of_the_block(world: World) -> None:
+    """Of a backward through a part of the unit; the model's own gradients stay."""
+    model = fully_shard(tiny_mlp())
+    with unshard_params(model):
+        kept = model[0].get_parameter("weight")
+        model[0](torch.ones(2, 8)).sum().backward()
+
+    assert kept.grad is not None
+    assert torch.equal(kept.grad, torch.full((12, 8), 2.0))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_a_block_over_a_unit_that_another_shows_is_refused(one_rank: World) -> None:
     """And the first one goes on."""
     model = fully_shard(tiny_mlp())
