@@ -544,7 +544,7 @@ def test_bad_expert_meshes_are_refused(world: World) -> None:
     mesh = Recipe(listed=True).mesh(world)
     data = data_of(mesh)
     bad: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
-        ({"expert_mesh": mesh["ep"].get_group()}, TypeError, "expects a 1-D mesh"),
+        ({"expert_mesh": mesh["ep"].get_group()}, TypeError, "expects a 1-D DeviceMe"),
         ({"expert_mesh": mesh}, PlanError, "expert_mesh expects a 1-D mesh, got 2-D"),
         (
             {"expert_mesh": mesh["ep"], "device_mesh": data},
