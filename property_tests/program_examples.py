@@ -122,6 +122,11 @@ EXAMPLES: dict[str, list[Program]] = {
         )
         for second in (WHOLE, "HYBRID_SHARD", HALF)
     ],
+    "checkpoint wrappers, and dtypes of computing and reducing": [
+        case(Part(), Part(core="lstm"), low=True, mix=mix, wrapped=wrapped)
+        for mix in ("float32", "reduce", "output")
+        for wrapped in ("reentered", "recomputed")
+    ],
     "gradients that a hook averages": [
         below(Part(), do=STEPS, hook=True, strategy=strategy)
         for strategy in (WHOLE, FULL)

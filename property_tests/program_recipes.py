@@ -68,7 +68,11 @@ class Options(_Short):
     replicas: int = 1
     """Of a hybrid strategy, as far as the number of ranks can be divided by it."""
     low: bool = False
-    """Units compute in float32 (``MixedPrecision``), the plain model in float64."""
+    """Units have ``mix`` (``MixedPrecision``); the plain model is in float64."""
+    mix: Literal["compute", "float32", "reduce", "output"] = "compute"
+    """What ``low`` has in float32 (``program_side.MIXES``)."""
+    wrapped: Literal["", "recomputed", "reentered"] = ""
+    """Checkpoint wrappers around all pieces below the root, on both sides."""
     methods: bool = False
     """``compute`` of every unit is a forward, too (``register_forward_method``)."""
     wire: bool = False

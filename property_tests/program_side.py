@@ -25,6 +25,11 @@ from composable_fsdp.access import (
     set_reduce_scatter_unused_params,
     set_reshard_after_backward,
 )
+from composable_fsdp.doors.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from composable_fsdp.features import (
     Arena,
     DefaultState,
@@ -61,12 +66,13 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-LOW = MixedPrecision(
-    param_dtype=torch.float32,
-    reduce_dtype=torch.float64,
-    cast_forward_inputs=True,
-    _module_classes_to_ignore=(),
-)
+FP32, FP64 = torch.float32, torch.float64
+MIXES: dict[str, dict[str, Any]] = {
+    "compute": {"param_dtype": FP32, "reduce_dtype": FP64},
+    "float32": {"param_dtype": FP32},
+    "reduce": {"reduce_dtype": FP32},
+    "output": {"param_dtype": FP32, "reduce_dtype": FP64, "output_dtype": FP64},
+}
 
 
 class Broken(RuntimeError):
@@ -117,6 +123,8 @@ class Side:
         early = program.options.early
         optimizer = optimizer_of(self.kind, model, groups) if early else None
         self.model = shard(model, self.units, program.options, world)
+        if program.options.wrapped:
+            wrap(self.model, program.options.wrapped)
         self.optimizer = optimizer or optimizer_of(self.kind, self.model, groups)
         self.slots: list[Slot] = []
         self.kept: dict[str, Tensor] = {}
@@ -208,7 +216,11 @@ def shard(
         "limit_all_gathers": options.limit,
     }
     if options.low:
-        arguments["mixed_precision"] = LOW
+        arguments["mixed_precision"] = MixedPrecision(
+            cast_forward_inputs=True,
+            _module_classes_to_ignore=(),
+            **MIXES[options.mix],
+        )
         for module in model.modules():
             if isinstance(module, Piece):
                 module.low = True
@@ -246,6 +258,17 @@ def shard(
     if options.fill:
         set_reduce_scatter_unused_params(model, True)
     return model
+
+
+def wrap(model: nn.Module, how: str) -> None:
+    """Put a checkpoint wrapper around each piece below the root."""
+    name = "REENTRANT" if how == "reentered" else "NO_REENTRANT"
+    root = next(each for each in model.modules() if isinstance(each, Piece))
+    apply_activation_checkpointing(
+        model,
+        lambda module: checkpoint_wrapper(module, CheckpointImpl[name]),
+        lambda module: isinstance(module, Piece) and module is not root,
+    )
 
 
 def ranks_of(name: str, options: Options, world: World) -> dict[str, Any]:

@@ -74,6 +74,8 @@ def options() -> st.SearchStrategy[Options]:
         fill=st.sampled_from([False, False, False, True]),
         replicas=st.sampled_from([1, 2, 12]),
         low=st.sampled_from([False] * 7 + [True]),
+        mix=st.sampled_from(["compute", "float32", "reduce", "output"]),
+        wrapped=st.sampled_from([""] * 6 + ["recomputed", "reentered"]),
         wire=st.sampled_from([False, False, False, True]),
         arena=st.sampled_from(["", "", "shared", "apart"]),
         methods=st.sampled_from([False, False, False, True]),
@@ -278,6 +280,9 @@ def possible(program: Program) -> Program:
         program = replace(program, root=_without(program.root, "tensor_hook"))
     if options.low and UNLIKE_LOW & program.words():
         options = replace(options, low=False)
+    # A wrapper has other names, and functions of torch.func see it, or its caches.
+    if {*CALLED_WITH, *FUNCTIONAL, "core:quantized"} & program.words():
+        options = replace(options, wrapped="")
     if options.door == "wrapper" or "argument:replica" in program.words():
         options = replace(options, second="")
     if options.hook:  # which sums over one group, and divides as it likes

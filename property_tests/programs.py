@@ -22,6 +22,8 @@ from torch import Tensor
 from composable_fsdp import get_full_grad
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.errors import FSDPError
+from composable_fsdp.phases import Residency
+from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests import program_actions, program_states
 from property_tests.program_model import named
@@ -275,10 +277,38 @@ class Run:
             assert leaf.requires_grad is like.requires_grad or full, name
         if not self.local:
             self.check_gradients()
+        if self.outcomes[-1] == "step" and not plain.slots and not self.local:
+            for state in states:
+                self.check_idle(state)
         buffers = dict(plain.model.named_buffers())
         for name, buffer in ours.named_buffers():
             short = name.replace("_fsdp_wrapped_module.", "")
             equal(buffer, buffers[short], self.tolerance, f"buffer {name}")
+
+    def check_idle(self, state: _FSDPState) -> None:
+        """After a step nothing of it is summoned, counted, or in memory."""
+        handle, context = state.handle, state.context
+        assert context is not None
+        left = context.outermost, context.reducing, context.tasks, context.filling
+        counted = [unit.remaining for unit in context.marked.lists]
+        assert not any((*left, *context.prefetched, *counted)), (state.name, left)
+        assert not handle.reduction.due, state.name
+        assert handle.reduction.held is None, state.name
+        is_free = not self.program.options.arena
+        for region in handle.layout.trainable:
+            held = region.reduce.temporary, region.reduce.partial
+            assert held == (None, None), (state.name, held)
+            if is_free:
+                nbytes = region.reduce.buffer.untyped_storage().nbytes()
+                assert nbytes == 0, f"{state.name} keeps its reduce buffer"
+        if handle.residency is not Residency.SHARDED:  # by hand, or by an option
+            return
+        for each in handle.layout.regions:
+            if each.full.is_cut and is_free:
+                nbytes = each.full.buffer.untyped_storage().nbytes()
+                assert nbytes == 0, f"{state.name} keeps its full parameters"
+        for table, key, leaf, _ in handle.swaps:
+            assert table[key] is leaf, (state.name, key)
 
     def check_gradients(self) -> None:
         """Those of the parameters, and those that somebody kept."""

@@ -139,13 +139,17 @@ def export_module(
                 )
             writing.start(module, max_shard_bytes, wanted=wanted)
         team.agree(writing.error)
+        # Every rank gathers every unit in the same order, also after a failed write:
+        # the exchange at the end tells the error.
+        whole: dict[str, Tensor] = {}
         for held in writing.contents.tensors if writing.contents else ():
-            # Every rank gathers every unit in the same order, also after a failed
-            # write: the exchange at the end tells the error.
-            value = held.tensor.detach()
-            value = whole_value(held.tensor) if held.is_cut else value
             # In the original dtype: mixed precision may have cast a buffer.
-            writing.write({held.names[0]: value.to(held.dtype)})
+            if not held.is_cut:
+                whole[held.names[0]] = held.tensor.detach().to(held.dtype)
+                continue
+            writing.write({held.names[0]: whole_value(held.tensor).to(held.dtype)})
+        # Together: ``rewrite`` may make a tensor of several.
+        writing.write(whole)
         for state in states:
             values = gather_unit(state.handle, first_only=True, to_cpu=True)
             names = writing.names.get(id(state.handle), {})

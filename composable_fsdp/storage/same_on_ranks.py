@@ -304,9 +304,13 @@ def _refuse(kind: str, told: dict[int, dict[str, Any]]) -> None:
     shown = name if kind == "copies" else quoted(name)
     if kind == "options":
         # A group has many; the message has the first that differs.
-        options = {rank: json.loads(str(text)) for rank, text in values.items()}
+        # As text: 1 and 1.0 are equal, and a checkpoint has one of them.
+        options = {
+            rank: {key: repr(value) for key, value in json.loads(str(text)).items()}
+            for rank, text in values.items()
+        }
         option = _unlike(options)[0]
-        values = {rank: repr(each.get(option)) for rank, each in options.items()}
+        values = {rank: each.get(option) for rank, each in options.items()}
         shown = f"{option!r} of {shown}"
     elif more:
         shown += f" (and {len(more)} more: {listed(map(quoted, more))})"

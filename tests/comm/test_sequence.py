@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from composable_fsdp.features.guard.order import MOST_EVENTS, Order
 from composable_fsdp.features.guard.order_log import OrderLog
@@ -101,6 +103,30 @@ def test_logs_over_a_group_have_a_common_order_of_rounds() -> None:
     assert schedule("112" * 3) == []
     assert schedule("2") == ["depart begin"]
     assert schedule("112" * 3) == []
+
+
+@given(st.lists(st.sampled_from("fbc"), min_size=1, max_size=120))
+def test_the_place_that_goes_on_is_the_earliest_that_is_most_like_the_end(
+    events: list[str],
+) -> None:
+    """Up to 32 events before a place tell it apart; a surprise looks for another."""
+    order = Order(set())
+    at = 0
+    for end, event in enumerate(events, 1):
+        before, expected = events[:end], order.expected()
+        order.note(event)
+        if event == expected:
+            at += 1
+        else:
+            alike = [
+                next(
+                    (n for n in range(min(i, 32)) if before[~n] != before[i - 1 - n]),
+                    min(i, 32),
+                )
+                for i in range(end)
+            ]
+            at = alike.index(max(alike))
+        assert order.at == at, before
 
 
 @pytest.mark.req("X-12", "D-06")

@@ -265,3 +265,4 @@ def test_a_clip_that_one_rank_leaves_out_is_told_at_its_next_forward(
     assert "this rank begins a forward of (root) in training mode" in text
     assert "where the order of earlier rounds has clip_grad_norm_(norm_type=2" in text
     assert "Rank 0 did not come within 0.2 s" in text
+    assert "Make the same calls in the same order on every rank" in text

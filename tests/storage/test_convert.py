@@ -128,6 +128,11 @@ def states(optim: torch.optim.Optimizer) -> list[dict[str, Any]]:
             "state of 'other', which is no parameter",
             id="unknown-parameter",
         ),
+        pytest.param(
+            lambda tree: next(iter(tree["optim"]["state"].values())).update({0: 1}),
+            "state of .*, or has no names",
+            id="unnamed-state",
+        ),
     ],
 )
 def test_what_cannot_be_understood_is_named(
@@ -155,6 +160,22 @@ def test_an_error_on_the_way_leaves_nothing(tmp_path: Path, to: str) -> None:
         convert(saved(tmp_path / "first.pt"), tmp_path / "out", to, progress=fail)
 
     assert [path.name for path in tmp_path.iterdir()] == ["first.pt"]
+
+
+def test_a_flipped_bit_is_not_converted(tmp_path: Path) -> None:
+    """A ``torch.save`` file and a DCP directory have checksums, and they are used."""
+    first = saved(tmp_path / "first.pt")
+    convert(first, tmp_path / "dcp", "dcp")
+    pattern = sample()["model"]["half.weight"].view(torch.int16).flatten()
+    for path in (first, tmp_path / "dcp" / "__0_0.distcp"):
+        data = bytearray(path.read_bytes())
+        data[data.index(bytes(pattern.view(torch.uint8).tolist()))] ^= 1
+        path.write_bytes(data)
+
+    with pytest.raises(CheckpointError, match=r"first.pt is damaged: its record"):
+        convert(first, tmp_path / "out", "dcp")
+    with pytest.raises(CheckpointError, match=r"damaged where 'model.half.weight'"):
+        convert(tmp_path / "dcp", tmp_path / "out", "torch")
 
 
 def test_a_run_goes_on_from_any_format(tmp_path: Path) -> None:

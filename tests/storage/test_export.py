@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from composable_fsdp import Block, convert, fully_shard, optim_state_dict, save
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.storage import export_safetensors, open_source
+from composable_fsdp.storage.export import export_module
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.storage.samples import everything, same
 from tests.support.models import TinyGPT
@@ -135,3 +137,24 @@ def test_what_several_ranks_saved_converts_to_what_gathering_gives(
     assert found.pop("extra") == {"epoch": 1}
     assert gathered.pop("extra") is None
     assert same(found, gathered)
+
+
+@on_ranks(2)
+def test_tensors_in_no_unit_are_rewritten_together(
+    world: World, tmp_path: Path
+) -> None:
+    """As transformers does, which makes one tensor of those of several experts."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0])
+    for p in model[1].parameters():
+        nn.init.constant_(p, 3.0)
+
+    def joined(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {name: v for name, v in values.items() if name.startswith("0.")}
+        if rows := [values[n] for n in ("1.weight", "1.bias") if n in values]:
+            found["1"] = torch.cat([each.view(-1, 2) for each in rows])
+        return found
+
+    if export_module(tmp_path / "out", model, 1000, rewrite=joined):
+        made = load_file(tmp_path / "out" / "model.safetensors")
+        assert torch.equal(made["1"], torch.full((3, 2), 3.0))

@@ -80,6 +80,12 @@ def own_options(rank: int) -> Pair:
     return model, optim.AdamW(model.parameters(), lr=0.1 * (rank + 1))
 
 
+def equal_options(rank: int) -> Pair:
+    """A checkpoint has the one or the other."""
+    model = pair()
+    return model, optim.SGD(model.parameters(), lr=1 if rank else 1.0)
+
+
 def own_scalars(rank: int) -> Pair:
     # A single layer: the weight lies on both ranks.
     model = fully_shard(nn.Linear(4, 16))
@@ -144,6 +150,7 @@ CASES: dict[Callable[[int], Pair], str] = {
     late_parameter: "absent on rank 0, a parameter (2,) of torch.float32 on rank 1",
     other_dtype: "'1.weight' (and 1 more: '1.bias'), in no unit, is not the same",
     local_expert: "Parameter '1.weight', in no unit, is not the same on all ranks: ",
+    equal_options: "option 'lr' of '0.weight' is not the same on all ranks: 1.0 ",
     own_options: "option 'lr' of '0.weight' is not the same on all ranks: 0.1 ",
     own_scalars: "Optimizer state 'norm' of 'weight' is",
     own_momentum: "(state 'exp_avg')\", in no unit, is not the same on all ranks",

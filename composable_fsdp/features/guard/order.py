@@ -66,14 +66,26 @@ class Order:
 
     def _repeated(self) -> int:
         """Return the index behind the earliest place that is most like the end."""
-        events, end, best, found = self.events, len(self.events), 0, 0
-        for at in range(1, end):
-            length, most = 0, min(at, _LONGEST)
-            while length < most and events[at - 1 - length] == events[end - 1 - length]:
-                length += 1
-            if length > best:
-                best, found = length, at
+        text, _ = self._as_text()
+        end, found = len(text), 0
+        # By halves: a place that is like the end is also like any shorter end.
+        least, most = 0, min(_LONGEST, end - 1)
+        while least < most:
+            length = (least + most + 1) // 2
+            at = text.find(text[end - length :], 0, end - 1)
+            if at < 0:
+                most = length - 1
+            else:
+                least, found = length, at + length
         return found
+
+    def _as_text(self) -> tuple[str, list[Hashable]]:
+        """Return the history as a text with a character for each event, and these."""
+        # Equal events are one object. A text of thousands is searched in no time.
+        ids = list(map(id, self.events))
+        events = dict(zip(ids, self.events, strict=True))
+        letters = {each: chr(i) for i, each in enumerate(events)}
+        return "".join(map(letters.__getitem__, ids)), list(events.values())
 
     def forget(self) -> None:
         """Forget all events."""
@@ -82,8 +94,9 @@ class Order:
 
     def told(self) -> list[object]:
         """Return the history in the form in which ranks compare it."""
-        shown = (e.story if isinstance(e, Call) else e[0] for e in self.events)  # type: ignore[index]  # rounds are tuples
-        return [self.at, *shown]
+        text, events = self._as_text()
+        shown = (e.story if isinstance(e, Call) else e[0] for e in events)  # type: ignore[index]  # rounds are tuples
+        return [self.at, text, *shown]
 
 
 _orders: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], Order]] = (

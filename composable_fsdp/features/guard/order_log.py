@@ -43,7 +43,12 @@ from composable_fsdp.comm.groups import GroupRef, Groups
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import leave, note_thread, record
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.features.guard.compare import Announcement, gather, tag_of
+from composable_fsdp.features.guard.compare import (
+    SAME_CALLS,
+    Announcement,
+    gather,
+    tag_of,
+)
 from composable_fsdp.features.guard.meetings import history_of
 from composable_fsdp.features.guard.order import MOST_EVENTS, Order, order_over
 from composable_fsdp.features.guard.order_words import (
@@ -238,12 +243,15 @@ class OrderLog:
         """Compare the begin of a round, unless it is ``expected`` on all ranks."""
         if expected is None:
             return self._compare(BEGIN, [mode])
-        number, recorded = (None, None) if isinstance(expected, Call) else expected
         # Ranks that begin what they expect send nothing, so this rank has to wait for
         # all ranks to begin the same round.
+        if isinstance(expected, Call):
+            other, cure = expected.story, SAME_CALLS
+            return self._announce(BEGIN, mode, other=other, cure=cure)
+        number, recorded = expected
         if number != self.number:
-            other = expected.story if number is None else self.order.logs[number]
-            self._announce(BEGIN, mode, other=other)
+            other = self.order.logs[number]
+            self._announce(BEGIN, mode, other=other, cure=SAME_ROUNDS)
         elif recorded != mode:
             self._announce(BEGIN, mode, recorded, since=self.round - 1)
 
@@ -300,17 +308,18 @@ class OrderLog:
         *,
         since: int = 0,
         other: str = "",
+        cure: str = "",
     ) -> None:
         """Meet all ranks at a use or mode other than ``wanted``, as in round ``since``.
 
-        ``other``: what was to begin instead of this log.
+        ``other``: what was to begin instead of this log, and the way out, ``cure``.
         """
         if not self.peers:
             return
         fact = self._fact(value, at)
         if other:
             does = f"{fact}, where the order of earlier rounds has {other}"
-            return self._meet(at, fact, does, SAME_ROUNDS)
+            return self._meet(at, fact, does, cure)
         mine, recorded = contrast([fact, self._fact(wanted, at)])
         does = (
             f"{mine}{self._waiting()}, where the order recorded in {self._what} "

@@ -275,7 +275,10 @@ def _named_optim(
         # As text: some formats keep the keys of dictionaries only as text.
         name: Any = by_id.get(str(key), key)
         # State of an unknown parameter must not be lost without an error.
-        if name not in names or not isinstance(values, Mapping):
+        is_named = isinstance(values, Mapping) and all(
+            isinstance(each, str) for each in values
+        )
+        if name not in names or not is_named:
             raise _unknown(where, f"state of {name!r}")
         # A parameter without values counts as a parameter without state.
         if values:
