@@ -16,7 +16,7 @@ import composable_fsdp
 from tests.import_graph import PACKAGE, Module, inner_edges, reached_from
 
 BUDGETS: dict[str, int] = {
-    "lines": 56278,
+    "lines": 56280,
     "lines of files": 1122,
     "lines of access": 2512,
     "lines of comm": 2878,
@@ -31,7 +31,7 @@ BUDGETS: dict[str, int] = {
     "lines of planning": 2905,
     "lines of runtime": 3544,
     "lines of state_dict": 2250,
-    "lines of storage": 9598,
+    "lines of storage": 9600,
     "lines of tools": 6924,
     "lines of tree": 1239,
     "files reached from entries.fully_shard": 70,
@@ -42,7 +42,7 @@ BUDGETS: dict[str, int] = {
     "lines reached from tree.traversal": 5133,
     "longest chain of imports": 33,
     "imports out of the core": 0,
-    "branching functions": 1,
+    "branching functions": 0,
     "names": 60,
     "modules that fully_shard loads": 134,
 }

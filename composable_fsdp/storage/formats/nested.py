@@ -186,6 +186,11 @@ def _split(
     return model, tree.get(optim_key) if optim_key else None, extra
 
 
+def _has_names(value: Any) -> bool:
+    """Return whether ``value`` is a dictionary whose keys are strings."""
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+
+
 def _fits_model(name: object, value: Any) -> bool:
     """Return whether a model's state dict may hold the item."""
     is_value = isinstance(value, LazyTensor) or _is_own(name)
@@ -275,10 +280,7 @@ def _named_optim(
         # As text: some formats keep the keys of dictionaries only as text.
         name: Any = by_id.get(str(key), key)
         # State of an unknown parameter must not be lost without an error.
-        is_named = isinstance(values, Mapping) and all(
-            isinstance(each, str) for each in values
-        )
-        if name not in names or not is_named:
+        if name not in names or not _has_names(values):
             raise _unknown(where, f"state of {name!r}")
         # A parameter without values counts as a parameter without state.
         if values:
@@ -309,7 +311,7 @@ def _names_of_ids(where: str, groups: Sequence[Any]) -> dict[str, str]:
     """Return id -> name for groups whose ``params`` are ids; empty without ids."""
     found: dict[str, str] = {}
     for group in groups:
-        params = group.get("params", []) if isinstance(group, Mapping) else None
+        params = group.get("params", []) if _has_names(group) else None
         if not isinstance(params, list | tuple):
             raise CheckpointError(
                 f"{where}: a group of the optimizer is {repr(group)[:200]}; expected a "
