@@ -16,14 +16,14 @@ import composable_fsdp
 from tests.import_graph import PACKAGE, Module, inner_edges, reached_from
 
 BUDGETS: dict[str, int] = {
-    "lines": 56280,
+    "lines": 56285,
     "lines of files": 1122,
     "lines of access": 2512,
     "lines of comm": 2878,
     "lines of compose": 533,
     "lines of doors": 1946,
     "lines of entries": 1047,
-    "lines of features": 9588,
+    "lines of features": 9593,
     "lines of flat": 3579,
     "lines of hugging_face": 21,
     "lines of integrations": 3137,

@@ -214,7 +214,7 @@ class _Mode(TorchFunctionMode):
     ) -> _Call | None:
         """Return a call that takes parts; None for any other, and one that was told."""
         if (
-            is_own_call(frame)
+            is_own_call(frame, func)
             or torch.compiler.is_compiling()
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):

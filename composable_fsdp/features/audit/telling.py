@@ -10,7 +10,7 @@ from functools import lru_cache, wraps
 from inspect import unwrap
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from composable_fsdp.errors import CompositionError
 P = ParamSpec("P")
 T = TypeVar("T")
 _TORCH = f"{Path(torch.__file__).parent}/"
+_OPTIM = f"{_TORCH}optim/"
 _PACKAGE = f"{Path(__file__).parents[2]}/"
 _DOOR = f"{_PACKAGE}doors/fsdp2_torch.py"
 """Wraps functions of torch, for all programs once FSDP2's names are used."""
@@ -59,9 +60,13 @@ class Place(NamedTuple):
     """Class of the optimizer whose method runs the line, else empty."""
 
 
-def is_own_call(frame: FrameType) -> bool:
-    """Return whether this package itself calls, of whose calls most are."""
-    return frame.f_code.co_filename.startswith(_PACKAGE)
+def is_own_call(frame: FrameType, func: Any) -> bool:
+    """Return whether this package calls, or torch's optimizers read an attribute."""
+    # Most calls of a step are these: ``zero_grad`` reads each gradient a few times.
+    file = frame.f_code.co_filename
+    return file.startswith(_PACKAGE) or (
+        getattr(func, "__name__", "") == "__get__" and file.startswith(_OPTIM)
+    )
 
 
 def place_of(frame: FrameType | None) -> Place | None:
