@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -22,8 +23,10 @@ def resolver(homes: Mapping[str, str]) -> tuple[Callable[[str], object], list[st
 
 def later(home: str, name: str) -> Callable[..., Any]:
     """Return a function that calls ``name`` of the module ``home``, imported then."""
+    # Once: some of these run in every step.
+    found = cache(lambda: getattr(import_module(home), name))
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return getattr(import_module(home), name)(*args, **kwargs)
+        return found()(*args, **kwargs)
 
     return call

@@ -16,8 +16,8 @@ import composable_fsdp
 from tests.import_graph import PACKAGE, Module, inner_edges, reached_from
 
 BUDGETS: dict[str, int] = {
-    "lines": 56285,
-    "lines of files": 1122,
+    "lines": 56288,
+    "lines of files": 1125,
     "lines of access": 2512,
     "lines of comm": 2878,
     "lines of compose": 533,
