@@ -167,7 +167,11 @@ class Trainee:
             arena = Arena(reduce=True) if name == "captured" else None
             for module in (*model.blocks, model):
                 fully_shard(
-                    module, mixed_precision=BF16, param_init_fn=fill, arena=arena
+                    module,
+                    mixed_precision=BF16,
+                    param_init_fn=fill,
+                    device_id=device,
+                    arena=arena,
                 )
         self.model, self.device = model, device
         self.tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
