@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,7 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.unit_plan import UnitPlan
+from composable_fsdp.tools.machine import Cost
 
 
 class Memory(NamedTuple):
@@ -87,6 +90,8 @@ class Activations:
         checkpointed: whether each unit directly below the root runs under activation
             checkpointing.
         measure: measures the same step for another plan, or with checkpointing.
+        work: how often which operation runs, per window, for ``step_time``.
+        tokens: ids of the batch; rows of a batch of real numbers.
     """
 
     batch: str
@@ -94,6 +99,8 @@ class Activations:
     order: tuple[str, ...] = field(repr=False)
     checkpointed: bool
     measure: Callable[..., Activations] = field(repr=False, compare=False)
+    work: Mapping[Any, Counter[Cost]] = field(default_factory=dict, repr=False)
+    tokens: int = 1
 
     def with_checkpointing(self) -> Activations:
         """Measure again, with checkpointing of each unit directly below the root."""
@@ -179,3 +186,29 @@ OPTIMIZERS = {
     "none": OptimizerMemory("no optimizer"),
 }
 """Optimizers of torch by the names that ``forecast`` and ``simulate`` accept."""
+
+
+def optimizer_memory(given: str | float | OptimizerMemory) -> OptimizerMemory:
+    """Return the memory of an optimizer by name, or by bytes per element, as text too.
+
+    Raises: PlanError, if ``given`` is neither.
+
+    >>> optimizer_memory("adamw").states, optimizer_memory(2.5).bytes_per_element
+    (2, 2.5)
+    """
+    if isinstance(given, OptimizerMemory):
+        return given
+    if isinstance(given, str) and given.lower() in OPTIMIZERS:
+        return OPTIMIZERS[given.lower()]
+    # The command line passes numbers as text.
+    try:
+        size = float(given)
+    except (TypeError, ValueError):
+        size = -1.0
+    # Neither NaN nor infinity is a size.
+    if not 0 <= size < 1e6:
+        raise PlanError(
+            f"optimizer expects one of {', '.join(OPTIMIZERS)}, or the bytes that the "
+            f"optimizer keeps per element of a parameter, such as 2; got {given!r}."
+        )
+    return OptimizerMemory(f"{size:g} bytes per element", bytes_per_element=size)

@@ -23,11 +23,12 @@ from composable_fsdp.flat.region import FlatParameter, TrainableRegion
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.tools import fake_world, tensor_parallel
+from composable_fsdp.tools.machine import Machine
 from composable_fsdp.tools.memory import OPTIMIZERS
 from composable_fsdp.tools.model_units import unit_names
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.plan_models import is_sharded
-from composable_fsdp.tools.simulated_clock import Clock, Machine
+from composable_fsdp.tools.simulated_clock import Clock
 from composable_fsdp.tools.simulated_world import replaced, simulated_world, tensors_of
 from composable_fsdp.tools.simulation import Simulation
 from composable_fsdp.tools.storages import MemoryLog
