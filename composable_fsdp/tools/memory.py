@@ -16,25 +16,11 @@ from composable_fsdp.tools.machine import Cost
 
 
 class Memory(NamedTuple):
-    """Bytes of a rank at a moment of a step, by kind.
+    """Bytes of a rank at a moment of a step, by kind; ``total`` leaves ``host`` out.
 
-    Args:
-        parameters: sharded parameters, and parameters that no unit holds.
-        buffers: buffers of the modules, which only ``simulate`` counts.
-        gradients: sharded gradients.
-        optimizer: states of the optimizer.
-        full: full parameters in use, or not freed yet.
-        ahead: full parameters whose all-gather is in flight, ahead of their use;
-            ``simulate`` counts them as ``full``.
-        reduce: buffers of reductions.
-        in_flight: gradients from autograd that are not in a reduce buffer yet;
-            ``simulate`` counts them as temporaries.
-        activations: tensors of the forward that backward needs, the batch included.
-        temporaries: tensors that a computation or the optimizer's step allocates and
-            frees, such as gradients of activations.
-        host: shards, gradients and states of offloaded units in host memory, which are
-            not in ``total``.
-        when: the moment, for a reader.
+    A step on tensors (``simulate``) counts ``ahead`` as ``full``, and ``in_flight``,
+    gradients that are in no reduce buffer yet, as ``temporaries``; a plan has no
+    ``buffers``.
     """
 
     parameters: int = 0
@@ -61,13 +47,7 @@ class Memory(NamedTuple):
 
 
 class StepMoment(NamedTuple):
-    """A moment of a step.
-
-    Args:
-        memory: the bytes.
-        event: of a plan, the ``step_memory.Event``; None for the optimizer's step.
-        seconds: of a simulated step, the time since its start.
-    """
+    """A moment of a step, with the event of a plan or the seconds of a simulation."""
 
     memory: Memory
     event: Any = None
@@ -130,16 +110,8 @@ class Activations:
 class OptimizerMemory(NamedTuple):
     """Bytes of an optimizer, for this rank's shards.
 
-    Args:
-        name: the name, for a reader.
-        states: tensors that the optimizer keeps per trainable parameter, in the
-            parameter's dtype. Default 0.
-        temporaries: tensors of the parameter's dtype and size that the step allocates
-            for all parameters together, as the ``foreach`` form of AdamW does. Default
-            0.
-        bytes_per_element: bytes that the optimizer keeps per element of a trainable
-            parameter, besides ``states``. Default 0.
-        make: the optimizer itself, for a simulated step. Default None.
+    Tensors per trainable parameter that stay (``states``) and that a step allocates
+    (``temporaries``, as the ``foreach`` form of AdamW does), and bytes per element.
     """
 
     name: str

@@ -258,10 +258,8 @@ def _job(given: argparse.Namespace) -> Iterator[DeviceMesh | None]:
 
 
 class _Asked(NamedTuple):
-    """A model, arguments of its forward (None: unknown), and those of ``fully_shard``.
-
-    ``units_from`` says for a reader how the units were selected.
-    """
+    """A model, arguments of its forward (None: unknown), and those of ``fully_shard``,
+    with a text on how the units were selected."""
 
     model: plan_models.Model
     inputs: Any

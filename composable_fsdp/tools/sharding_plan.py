@@ -300,18 +300,7 @@ def plan_modules(
 
 
 class UnitRow(NamedTuple):
-    """Equal units, with the bytes of all of them per rank.
-
-    Args:
-        fold: the units.
-        numel: elements of the parameters.
-        padded_numel: elements of the parameters, padding included.
-        parameters: bytes of sharded parameters.
-        gradients: bytes of sharded gradients.
-        optimizer: bytes of optimizer states.
-        full: bytes of a single unsharded unit.
-        traffic: collectives of a step and their bytes.
-    """
+    """Equal units, with the bytes of all of them per rank; ``full`` is of one unit."""
 
     fold: Fold
     numel: int

@@ -30,17 +30,11 @@ COMPUTE, COMMUNICATION = "compute", "communication"
 class SimulatedOperation(NamedTuple):
     """A computation or a collective of a step; times are seconds since its start.
 
-    Args:
-        kind: "compute" or "communication".
-        name: "forward", "backward", "clip", "optimizer step", or the collective.
-        unit: name of the unit; "" for the root, None if no single unit is concerned.
-        stream: 0 for the stream of the program.
-        phase: of a collective, the phase of the unit in which it is sent.
-        nbytes: of a collective, bytes of the whole buffers.
-        group: of a collective, its mesh dimension, such as "tp", or "world".
-        ranks: of a collective, the number of ranks of that process group.
-        by_model: whether the model itself sends the collective, as the layers of
-            tensor parallelism do.
+    ``name`` is "forward", "backward", "clip", "optimizer step", or a collective;
+    ``unit`` is None if no single unit is concerned; ``stream`` is 0 for that of the
+    program. Of a collective: the phase in which it is sent, the bytes of whole buffers,
+    the mesh dimension of its group or "world", and whether the model itself sends it,
+    as the layers of tensor parallelism do.
     """
 
     kind: str
