@@ -342,6 +342,8 @@ def _finish_reached_units(
         if retained or handle.kept or not reshards or handle.residency is not SHARDED:
             end_use(context, handle, reshards, kept=retained)
     # Behind all reshards: the reduce buffers can take the memory of the parameters.
+    if not context.tasks:
+        free_oldest(context, keep=0)
     for state in mine:
         handle = state.handle
         # A part of ``has_arrived``, inlined: a call per unit.
