@@ -352,7 +352,11 @@ def _finish_reached_units(
             and has_arrived(handle)
             and state.settings.sync_gradients
         ):
-            reduce_gradients(context, handle)
+            phase, handle.phase = handle.phase, Phase.BACKWARD_POST
+            try:
+                reduce_gradients(context, handle)
+            finally:
+                handle.phase = phase
 
 
 def _finish_other_units(context: RuntimeContext, *, retained: bool) -> None:
