@@ -52,6 +52,12 @@ def save_trained(
     return saved, step(model, optimizer, 2)
 
 
+def load_in_each_form(
+    world: World, folder: Path, forms: list[State]
+) -> list[tuple[State, float, bool]]:
+    return [load_and_go_on(world, folder, "composable", each) for each in forms]
+
+
 def load_and_go_on(
     world: World, folder: Path, path: str, options: State
 ) -> tuple[State, float, bool]:
@@ -79,7 +85,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_any_number(
     other = {"composable": "wrapper", "wrapper": "composable"}[path]
 
     results = [plain_world(tmp_path)]
-    for world_size in (1, 2, 3, 4):
+    for world_size in (1, 3, 4):
         results += ranks(world_size).run(load_and_go_on, tmp_path, other, {})
 
     assert verify(tmp_path)
@@ -101,10 +107,8 @@ def test_parameters_of_a_single_rank_resume_in_shards_of_any_block(
         {"block": Block.ELEMENT},
         {"wire": Int8Wire()},
     ]
-    for options in forms:
-        found = ranks(2).run(load_and_go_on, tmp_path, "composable", options)
-
-        for loaded, next_loss, rest in found:
+    for found in ranks(2).run(load_in_each_form, tmp_path, forms):
+        for (loaded, next_loss, rest), options in zip(found, forms, strict=True):
             assert same(loaded, saved)
             near = 0.05 if "wire" in options else 1e-6
             assert next_loss == pytest.approx(loss, rel=near)
