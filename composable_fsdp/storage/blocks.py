@@ -208,12 +208,12 @@ class BlockFile:
         try:
             with named_errors(path):
                 header = memoryview(bytearray(file.header_nbytes))
-                expected, done = file.header_nbytes + file.payload_nbytes, 0
-                if opened.nbytes != expected:
+                done = 0
+                if opened.nbytes != file.nbytes:
                     left = max(opened.nbytes - file.header_nbytes, 0)
                     raise self._damaged(
                         f" has {opened.nbytes} bytes, and the manifest says "
-                        f"{expected}; {self._blame(left, file.payload_nbytes)} are "
+                        f"{file.nbytes}; {self._blame(left, file.payload_nbytes)} are "
                         "damaged."
                     )
                 while done < len(header) and (n := opened.read(header[done:], done)):

@@ -463,6 +463,11 @@ class File:
     blocks: tuple[Crc, ...]
     """The crc32 of each ``BLOCK`` bytes of payload; the last block may be shorter."""
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the file."""
+        return self.header_nbytes + self.payload_nbytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:

@@ -198,23 +198,20 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     [(100, True)]
     """
     folders = folders_in(whole_path(directory))
-    found = [_info(each) for each in folders if each.is_committed]
+    found = []
+    for folder in folders:
+        if not folder.is_committed:
+            continue
+        step, sizes = number_of(split(folder.path)[1]), folder.sizes
+        nbytes = sum(max(size, 0) for size in sizes.values())
+        # By size: to read each byte of a series of checkpoints takes minutes.
+        is_whole = False
+        with suppress(CheckpointError):
+            manifest, _ = read_manifest(folder.path, folder)
+            is_whole = all(sizes.get(f.name) == f.nbytes for f in manifest.files)
+        info = CheckpointInfo(folder.path, step, folder.time, nbytes, is_whole)
+        found.append(info)
     return sorted(found, key=lambda info: (info.step or -1, info.time))
-
-
-def _info(folder: Folder) -> CheckpointInfo:
-    """Return the facts of a checkpoint."""
-    step, sizes = number_of(split(folder.path)[1]), folder.sizes
-    nbytes = sum(max(size, 0) for size in sizes.values())
-    # By size: to read each byte of a series of checkpoints takes minutes.
-    is_whole = False
-    with suppress(CheckpointError):
-        manifest, _ = read_manifest(folder.path, folder)
-        is_whole = all(
-            sizes.get(file.name) == file.header_nbytes + file.payload_nbytes
-            for file in manifest.files
-        )
-    return CheckpointInfo(folder.path, step, folder.time, nbytes, is_whole)
 
 
 Progress = Callable[[int, int], object]

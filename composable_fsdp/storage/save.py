@@ -281,7 +281,7 @@ def _finish(job: Job, told: list[RankPart]) -> None:
         with suppress(OSError):
             newest = newest_in(split(job.path)[0]) if is_local else None
         data = manifest_bytes(manifest, job.path, newest.age[0] if newest else 0)
-    sizes = {f.name: f.header_nbytes + f.payload_nbytes for f in manifest.files}
+    sizes = {f.name: f.nbytes for f in manifest.files}
     commit(job.path, data, job.options.overwrite, sizes)
     job.is_committed = True
     try:
