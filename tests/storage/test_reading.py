@@ -157,7 +157,7 @@ def written(path: Path, size: int) -> tuple[bytes, bytes]:
     data, at = rng.randbytes(size), 0
     file = NewFile(str(path))
     while at < size:
-        count = rng.choice((1, 8, 5000, writer.BUFFER, 3 * writer.BUFFER))
+        count = rng.choice((1, 8, 5000, 1 << 18, writer.BUFFER, 3 * writer.BUFFER))
         file.write(memoryview(data)[at : at + count])
         at += count
     file.finish()
