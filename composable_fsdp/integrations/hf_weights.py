@@ -34,7 +34,7 @@ from composable_fsdp.storage.formats.files import INDEX
 from composable_fsdp.storage.load import LoadOptions, load
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.source import Source
-from composable_fsdp.storage.team import meet_team, team_of
+from composable_fsdp.storage.team import team_of
 
 _SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _MAX_SHARD = "50GB"
@@ -82,8 +82,7 @@ def save_pretrained(
         require_merged(model)
     base: Any = _base_of(model) if merged else model
     values = adapter_values(model) if adapter else {}
-    meet_team(model, "save_pretrained")
-    first = team_of(model).rank == 0
+    first = team_of(model, "save_pretrained").rank == 0
     save: Callable[[], object] = partial(
         base.save_pretrained, directory, state_dict=values, is_main_process=first
     )
@@ -105,7 +104,7 @@ def write_weights(
 
     Raises: the first error of any rank, on all ranks.
     """
-    team = team_of(model)
+    team = team_of(model, "save_pretrained")
     folder = Path(directory)
     team.agree(_error_of(partial(_prepare, folder, others)) if writes else None)
     if not weights:
@@ -223,14 +222,14 @@ def load_pretrained(
     _give_memory(model)
     _fill_buffers(model)
     # A rank that calls alone gets an error instead of a hang.
-    meet_team(model, "load_pretrained")
+    team = team_of(model, "load_pretrained")
     opened: list[Source] = []
     with ExitStack() as stack:
         error = _error_of(partial(_open, model, directory, opened))
         for source in opened:
             stack.enter_context(source)
         # Before ``load``, in which the other ranks would wait for this one.
-        team_of(model).agree(error)
+        team.agree(error)
         options = LoadOptions(strict=strict, cast=cast, rng=False, report=report)
         load(opened[0], model, options=options)
 

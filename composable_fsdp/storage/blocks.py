@@ -8,21 +8,21 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.directory import named_errors, open_plain
-from composable_fsdp.storage.manifest import BLOCK, File
-from composable_fsdp.storage.storages import is_url, split, storage_of
+from composable_fsdp.storage.manifest import BLOCK, Manifest
+from composable_fsdp.storage.storages import is_url, join, split, storage_of
+from composable_fsdp.storage.validate import told_of
 from composable_fsdp.storage.writer import bytes_of, cpus_per_rank
 
-DescribeBytes = Callable[[int, int], str]
-"""Returns names of the tensors in bytes ``[begin, end)`` of the payload."""
-DescribeRequest = Callable[[tuple[Any, ...]], str]
-"""Returns the name of the wanted slice, from a ``ReadRequest``'s ``what``."""
 _Block = tuple[memoryview, int]
+_Given = TypeVar("_Given")
+_Done = TypeVar("_Done")
 _READERS = 4
 """The number of reads in flight, for disks and storages that serve several at once."""
 _AHEAD_BYTES = BLOCK
@@ -51,15 +51,17 @@ class BlockFile:
 
     def __init__(
         self,
-        path: str,
-        file: File,
-        blame: DescribeBytes,
-        told: DescribeRequest,
-        block: int = BLOCK,
-        sizes: Mapping[str, int] | None = None,
+        folder: str,
+        manifest: Manifest,
+        number: int,
+        told: Callable[[tuple[Any, ...]], str],
+        sizes: Mapping[str, int] | None,
     ) -> None:
-        self.path, self.file, self.blame, self.told = path, file, blame, told
-        self.block, self._sizes = block, sizes or {}
+        self.file, self.block = manifest.files[number], manifest.block_nbytes
+        self.path = join(folder, self.file.name)
+        # The words for bytes of the payload, and for the slice of a ``ReadRequest``.
+        self._blame, self._told = partial(told_of, manifest, number), told
+        self._sizes = sizes or {}
         self._bytes: LocalBytes | RemoteBytes | None = None
         self._spare: list[Any] = []
         self._good: set[int] = set()
@@ -140,12 +142,8 @@ class BlockFile:
                 size += end - begin
         if batches:
             self.open()
-        if (readers := self._readers(len(batches))) == 1:
-            for batch in batches:
-                self._fill(batch)
-            return
-        with ThreadPoolExecutor(readers, "composable_fsdp load") as pool:
-            list(pool.map(self._fill, batches))
+        with _ahead(batches, self._fill, self._readers(len(batches))) as filled:
+            deque(filled, maxlen=0)
 
     def _fill(self, batch: Sequence[tuple[ReadRequest, int, int]]) -> None:
         """Fill the bytes ``[begin, end)`` of each request; called in a thread."""
@@ -170,11 +168,11 @@ class BlockFile:
         """Compare the sum of a block with the checksum of the manifest."""
         start, (data, crc32) = block * self.block, loaded
         if crc32 != self.file.blocks[block]:
-            end, wanted = start + len(data), self.told(want.what)
+            end, wanted = start + len(data), self._told(want.what)
             asked = f" It was read for {wanted}." if wanted else ""
             raise self._damaged(
                 f": bytes {start} to {end} of the payload have another checksum than "
-                f"the manifest says; they hold {self.blame(start, end)}.{asked}"
+                f"the manifest says; they hold {self._blame(start, end)}.{asked}"
             )
         self._good.add(block)
 
@@ -194,10 +192,10 @@ class BlockFile:
             except OSError as error:
                 raise self._damaged(
                     f" cannot be read at byte {at} ({error.strerror}), which holds "
-                    f"{self.blame(begin, end)}."
+                    f"{self._blame(begin, end)}."
                 ) from error
             if not count:
-                told = f" ends at byte {at}, before {self.blame(begin, end)}."
+                told = f" ends at byte {at}, before {self._blame(begin, end)}."
                 raise self._damaged(told)
             done += count
 
@@ -210,12 +208,12 @@ class BlockFile:
         try:
             with named_errors(path):
                 header = memoryview(bytearray(file.header_nbytes))
-                expected, done = file.header_nbytes + file.payload_nbytes, 0
-                if opened.nbytes != expected:
+                done = 0
+                if opened.nbytes != file.nbytes:
                     left = max(opened.nbytes - file.header_nbytes, 0)
                     raise self._damaged(
                         f" has {opened.nbytes} bytes, and the manifest says "
-                        f"{expected}; {self.blame(left, file.payload_nbytes)} are "
+                        f"{file.nbytes}; {self._blame(left, file.payload_nbytes)} are "
                         "damaged."
                     )
                 while done < len(header) and (n := opened.read(header[done:], done)):
@@ -243,17 +241,15 @@ def _runs(numbers: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _ahead(
-    runs: Sequence[tuple[int, int]],
-    read: Callable[[tuple[int, int]], dict[int, _Block]],
-    readers: int,
-) -> Iterator[Iterator[dict[int, _Block]]]:
+    runs: Sequence[_Given], read: Callable[[_Given], _Done], readers: int
+) -> Iterator[Iterator[_Done]]:
     """Yield an iterator over the results of ``read``, ``readers`` of them at a time."""
     if readers == 1:
         yield map(read, runs)
         return
     pool = ThreadPoolExecutor(readers, "composable_fsdp load")
 
-    def results() -> Iterator[dict[int, _Block]]:
+    def results() -> Iterator[_Done]:
         waiting = deque(pool.submit(read, run) for run in runs[:readers])
         for run in (*runs[readers:], *[None] * len(waiting)):
             done = waiting.popleft().result()

@@ -23,7 +23,6 @@ from composable_fsdp.storage.directory import (
     put_file,
     read_document,
     require_document,
-    sync,
 )
 from composable_fsdp.storage.storages import (
     StoredObject,
@@ -185,7 +184,6 @@ def _is_made(path: str) -> bool:
         make_parents(parent)
         with suppress(FileExistsError):
             os.mkdir(path)
-            sync(parent)
             return True
     except OSError as error:
         raise CheckpointError(
@@ -280,14 +278,6 @@ def number_of(name: str) -> int | None:
     return int(match["number"]) if match else None
 
 
-def is_of_series(name: str, other: str) -> bool:
-    """Return whether two names differ in the last number only, or are equal."""
-    own, match = _NUMBER.match(name), _NUMBER.match(other)
-    if own is None or match is None:
-        return other == name
-    return all(match[end] == own[end] for end in ("before", "after"))
-
-
 def remove_older(path: str, keep: int | None, files: set[str]) -> list[str]:
     """Remove older checkpoints, and files at ``path`` that the manifest lacks."""
     parent, name = split(path)
@@ -297,11 +287,12 @@ def remove_older(path: str, keep: int | None, files: set[str]) -> list[str]:
         return problems
     try:
         # Never one with a larger number: the run may have gone back to an older one.
+        series = _NUMBER.sub(r"\g<before>0\g<after>", name)
         older = [
             (number, each)
             for each in folders_in(parent)
-            if is_of_series(name, other := split(each.path)[1])
-            and other != name
+            if (other := split(each.path)[1]) != name
+            and _NUMBER.sub(r"\g<before>0\g<after>", other) == series
             and (number := number_of(other)) is not None
             and number <= mine
             and each.is_committed

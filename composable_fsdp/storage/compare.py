@@ -19,7 +19,6 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.storage.contents import Contents, Held
 from composable_fsdp.storage.source import Copy, Source
-from composable_fsdp.storage.tensors import HeldWrapper
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 """Old prefixes to new ones, or a function of a name; None leaves the tensor out."""
@@ -80,7 +79,6 @@ class View(Source):
         progress: Progress | None = None,
     ) -> None:
         self._source, self._progress = source, progress
-        self._is_renamed = rename is not None
         self.path = source.path
         self.fingerprint, self.saved_ranks = source.fingerprint, source.saved_ranks
         # What is not wanted is not touched: a source may compute it, and raise.
@@ -109,35 +107,31 @@ class View(Source):
         self.model = self._renamed(source.model)
         self.aliases = {}
         for name, kept in source.aliases.items():
-            if name in self._new and kept not in self._new:
+            if name not in self._new:
+                continue
+            if kept not in self._new:
                 raise CheckpointError(
                     f"load: rename leaves out {quoted(kept)} and keeps {quoted(name)}, "
                     "which is tied to it. Keep both, or exclude one of them."
                 )
-            if name in self._new:
-                self.aliases[self._new[name]] = self._new[kept]
+            self.aliases[self._new[name]] = self._new[kept]
         # The name of a wrapper is no name of a tensor, and so not in the tables.
         self.wrappers = {
             name: facts for old, facts in source.wrappers.items() if (name := new(old))
         }
         self.optim, self.param_groups, self.extra = {}, None, None
         if optimizer:
-            self._show_optimizer()
+            self.optim = self._renamed(source.optim)
+            self.optim_values = self._renamed(source.optim_values)
+            self.param_groups = source.param_groups
+            # None says that there is no optimizer.
+            if self.param_groups is not None:
+                self.param_groups = [
+                    {**g, "params": list(self._renamed(dict.fromkeys(g["params"])))}
+                    for g in self.param_groups
+                ]
         if values:
             self.own_states, self.extra = self._renamed(source.own_states), source.extra
-
-    def _show_optimizer(self) -> None:
-        """Show state and options by the new names."""
-        source, new = self._source, self._new
-        self.optim = self._renamed(source.optim)
-        self.optim_values = self._renamed(source.optim_values)
-        self.param_groups = source.param_groups
-        # None says that there is no optimizer, and an empty list that it is empty.
-        if self.param_groups is not None and self._is_renamed:
-            self.param_groups = [
-                {**g, "params": [new[n] for n in g["params"] if n in new]}
-                for g in self.param_groups
-            ]
 
     def _renamed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return a mapping by the new names, without names that are left out."""
@@ -221,11 +215,6 @@ class Selection:
             trainable_only,
         )
 
-    @property
-    def is_all(self) -> bool:
-        """Whether nothing is left out."""
-        return self == Selection()
-
     def without(self, names: Set[str]) -> Selection:
         """Return the selection without a set of names."""
         if not names:
@@ -246,15 +235,10 @@ class Selection:
         is_trained = held.is_parameter and held.shown.requires_grad
         return (is_trained or not self.trainable_only) and self.takes_names(held.names)
 
-    def _takes_wrapper(self, wrapper: HeldWrapper) -> bool:
-        """Return whether a tensor that wraps others is chosen."""
-        is_trained = wrapper.tensor.requires_grad or not self.trainable_only
-        return is_trained and self.takes_names([wrapper.name])
-
     def of_contents(self, contents: Contents) -> Contents:
         """Return the chosen part of ``contents``; a region may lack parameters."""
         # The same object, which tells a save that nothing is left out.
-        if self.is_all:
+        if self == Selection():
             return contents
         regions = [
             replace(region, params=tuple(filter(self.takes, region.params)))
@@ -266,7 +250,12 @@ class Selection:
             contents,
             regions=tuple(region for region in regions if region.params),
             tensors=tuple(filter(self.takes, contents.tensors)),
-            wrappers=tuple(filter(self._takes_wrapper, contents.wrappers)),
+            wrappers=tuple(
+                each
+                for each in contents.wrappers
+                if self.takes_names([each.name])
+                and (each.tensor.requires_grad or not self.trainable_only)
+            ),
             own_states={k: v for k, v in own.items() if self.takes_names([k])},
         )
 
@@ -389,27 +378,6 @@ class LoadReport:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedModel:
-    """The parameters, buffers and extra states of the model that this rank reads."""
-
-    copies: list[Copy]
-    own_states: list[tuple[nn.Module, str]]
-
-    def require_writable(self) -> None:
-        """Raise CheckpointError for a tensor whose elements share memory."""
-        for each in self.copies:
-            into = each.into
-            # Stride 0: a copy would write several elements to the same address.
-            if any(
-                s == 0 and n > 1 for s, n in zip(into.stride(), into.shape, strict=True)
-            ):
-                raise CheckpointError(
-                    f"Elements of {quoted(each.name)} share memory (it is expanded), "
-                    "so nothing can be loaded into it. Register a clone() of it."
-                )
-
-
 def find(source: Source, names: tuple[str, ...]) -> str | None:
     """Return the name under which the checkpoint has a tensor, or None."""
     for name in names:
@@ -427,8 +395,8 @@ def compare_model(
     report: LoadReport,
     *,
     cast: bool,
-) -> ComparedModel:
-    """Compare names, shapes and dtypes; differences go to ``report``."""
+) -> tuple[list[Copy], list[tuple[nn.Module, str]]]:
+    """Compare names, shapes and dtypes; return what this rank reads."""
     leaves_out = selection.leaves_out(contents)
     contents = selection.of_contents(contents)
     copies: list[Copy] = []
@@ -447,6 +415,7 @@ def compare_model(
         elif info.dtype != held.dtype and not cast:
             report.dtypes.append(_unlike(held.names[0], held.dtype, info.dtype))
         elif held.span.numel:
+            _require_writable(held.local, name)
             to = held.span, held.local, False, held.holders
             copies.append(Copy(name, None, *to))
             report.untied += _untied(source, held.names, copies[-1])
@@ -460,7 +429,17 @@ def compare_model(
     others += [name for name in source.own_states if name not in own_states]
     report.unexpected += [name for name in others if not leaves_out(name)]
     fitting = [(m, name) for name, m in own_states.items() if name in source.own_states]
-    return ComparedModel(copies, fitting)
+    return copies, fitting
+
+
+def _require_writable(into: Tensor, name: str) -> None:
+    """Raise CheckpointError for a tensor whose elements share memory."""
+    # Stride 0: a copy would write several elements to the same address.
+    if any(s == 0 and n > 1 for s, n in zip(into.stride(), into.shape, strict=True)):
+        raise CheckpointError(
+            f"Elements of {quoted(name)} share memory (it is expanded), so nothing can "
+            "be loaded into it. Register a clone() of it."
+        )
 
 
 def _untied(source: Source, names: tuple[str, ...], target: Copy) -> list[str]:

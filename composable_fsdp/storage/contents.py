@@ -20,16 +20,17 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.optim.names import is_absent, names_of, optimizers_of
-from composable_fsdp.optim.own_state_dict import is_wrapper
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.dtensors import is_dtensor, local_of
 from composable_fsdp.runtime.recover import require_between_steps, require_idle
 from composable_fsdp.storage.manifest import Span
 from composable_fsdp.storage.source import OWN_STATE
 from composable_fsdp.storage.tensors import (
     HeldWrapper,
+    is_dtensor,
+    is_wrapper,
     kind_of,
+    local_of,
     local_state,
     loose_span,
     mesh_groups_in,

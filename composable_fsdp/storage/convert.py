@@ -22,7 +22,7 @@ from composable_fsdp.storage.directory import MANIFEST, appear, write_synced
 from composable_fsdp.storage.formats.dcp_read import METADATA, NOTES
 from composable_fsdp.storage.formats.files import SafetensorsWriter
 from composable_fsdp.storage.formats.nested import nested_tree
-from composable_fsdp.storage.manifest import Manifest, Span, require_storable, to_json
+from composable_fsdp.storage.manifest import Span, require_storable
 from composable_fsdp.storage.merge import Draft, TensorPart, merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.opening import (
@@ -35,9 +35,8 @@ from composable_fsdp.storage.opening import (
 )
 from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
 from composable_fsdp.storage.storages import require_local
-from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import encode
-from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
+from composable_fsdp.storage.writer import Piece, write_file
 
 DATA = "rank00000.safetensors"
 
@@ -46,75 +45,60 @@ def write_native(out: Path, source: Source) -> None:
     """Make the directory ``out``."""
     out.mkdir()
     try:
-        maker = _Maker(source)
+        draft = _drafted(source)
     except TypeError as error:
         # ``encode`` speaks of saving; add the way out for a conversion.
         raise CheckpointError(
             f"{error} Convert with --weights-only, or to another format."
         ) from error
-    entries = in_order(maker.pieces)
-    # The file lists entries of large elements first, so all entries are aligned.
-    file = write_file(str(out / DATA), entries)
-    manifest: Manifest = merge([(maker.part, file, places_of(entries))])
+    written = write_file(str(out / DATA), draft.pieces)
     # The source's random states are not converted.
-    manifest = dataclasses.replace(manifest, rng=())
-    parse(to_json(manifest), str(out / MANIFEST))  # A load must accept the file.
-    write_synced(str(out / MANIFEST), manifest_bytes(manifest))
+    manifest = dataclasses.replace(merge([(draft.part, *written)]), rng=())
+    write_synced(str(out / MANIFEST), manifest_bytes(manifest, str(out)))
 
 
-class _Maker(Draft):
-    """Collects the entries of the file and their description."""
+def _drafted(source: Source) -> Draft:
+    """Return the entries of the file and their description."""
+    draft = Draft()
+    part = draft.part
 
-    def __init__(self, source: Source) -> None:
-        super().__init__()
-        part = self.part
-        # First name -> other names of a tied parameter.
-        others: dict[str, list[str]] = {}
-        for name, kept in source.aliases.items():
-            others.setdefault(kept, []).append(name)
-        for i, (name, info) in enumerate(source.model.items()):
-            # Under the first name, with the other names of a tied parameter.
-            names = name, *others.get(name, ())
-            span = Span(0, info.numel)
-            tensor = TensorPart(names, info.dtype, info.shape, span, i)
-            self._add(tensor.key(), info, partial(source.read_model, name))
-            values = dict(source.optim_values.get(name, {}))
-            for key, state in source.optim.get(name, {}).items():
-                read = partial(source.read_optim, name, key)
-                if state.shape == info.shape:
-                    tensor.states[key] = state.dtype
-                    self._add(tensor.key(key), state, read)
-                else:
-                    values[key] = read(0, state.numel).view(state.shape)
-            tensor.values = {k: self.value(k, v, name) for k, v in values.items()}
-            part.tensors.append(tensor)
-        part.wrappers = dict(source.wrappers)
-        for name, value in source.own_states.items():
-            state = encode(value, name, self.put, python_values=True)
-            part.own_states[name] = state
-        if source.param_groups is not None:
-            part.group_numbers = list(range(len(source.param_groups)))
-            part.param_groups = [
-                encode(dict(group), f"param_groups[{g}]", self.put, python_values=True)
-                for g, group in enumerate(source.param_groups)
-            ]
-        part.extra = encode(source.extra, "extra", self.put)
-
-    def _add(
-        self, key: str, info: TensorInfo, read: Callable[[int, int], Tensor]
-    ) -> None:
-        """Add the entry of a tensor; ``read`` returns elements ``[start, stop)``."""
+    def add(key: str, info: TensorInfo, read: Callable[[int, int], Tensor]) -> None:
         require_storable(info.dtype, repr(key))
 
         def pieces() -> Iterator[Tensor]:
             return (read(start, stop) for start, stop in info.slices())
 
-        self.pieces.append(Piece(key, info.dtype, info.shape, pieces))
+        draft.pieces.append(Piece(info.dtype, info.shape, key, pieces))
 
-
-def write_torch(out: Path, source: Source) -> None:
-    """Make the file ``out``; ``torch.save`` takes all tensors in host memory."""
-    torch.save(_whole(nested_tree(source), {}), out)
+    # First name -> other names of a tied parameter.
+    others: dict[str, list[str]] = {}
+    for name, kept in source.aliases.items():
+        others.setdefault(kept, []).append(name)
+    for i, (name, info) in enumerate(source.model.items()):
+        # Under the first name, with the other names of a tied parameter.
+        names = name, *others.get(name, ())
+        tensor = TensorPart(names, info.dtype, info.shape, Span(0, info.numel), i)
+        add(tensor.key(), info, partial(source.read_model, name))
+        values = dict(source.optim_values.get(name, {}))
+        for key, state in source.optim.get(name, {}).items():
+            read = partial(source.read_optim, name, key)
+            if state.shape == info.shape:
+                tensor.states[key] = state.dtype
+                add(tensor.key(key), state, read)
+            else:
+                values[key] = read(0, state.numel).view(state.shape)
+        tensor.values = {k: draft.value(k, v, name) for k, v in values.items()}
+        part.tensors.append(tensor)
+    part.wrappers = dict(source.wrappers)
+    for name, value in source.own_states.items():
+        part.own_states[name] = encode(value, name, draft.put, python_values=True)
+    if source.param_groups is not None:
+        part.param_groups = {
+            g: encode(dict(group), f"param_groups[{g}]", draft.put, python_values=True)
+            for g, group in enumerate(source.param_groups)
+        }
+    part.extra = encode(source.extra, "extra", draft.put)
+    return draft
 
 
 def _whole(value: Any, read: dict[Hashable, Tensor]) -> Any:
@@ -291,7 +275,8 @@ def _write_safetensors(path: Path, source: Source, max_shard_bytes: int) -> None
 _WRITERS: Mapping[str, Callable[[Path, Source], None]] = {
     NATIVE: write_native,
     DCP: write_dcp,
-    TORCH: write_torch,
+    # ``torch.save`` takes all tensors in host memory.
+    TORCH: lambda out, source: torch.save(_whole(nested_tree(source), {}), out),
 }
 
 

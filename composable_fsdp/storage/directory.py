@@ -71,7 +71,8 @@ def within_limits(path: object) -> Iterator[None]:
 
 
 MANIFEST = "manifest.json"
-_TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}\Z")
+TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}\Z")
+"""Names of what ``appear`` makes, and an interrupt leaves behind."""
 
 
 def path_text(path: object, what: str) -> str:
@@ -112,18 +113,6 @@ def make_parents(path: str) -> None:
         # A new directory survives a power failure only if the parent has been synced.
         for each in missing:
             sync(os.path.dirname(each))
-
-
-def make_seen(path: str) -> None:
-    """Make the directory that rank 0 has made, if this rank does not see it yet."""
-    # Network file systems remember for seconds that a name was not there.
-    try:
-        os.mkdir(path)
-    except FileExistsError:
-        pass
-    except OSError as error:
-        error.filename = path
-        raise
 
 
 def no_checkpoint_text(path: str) -> str:
@@ -172,15 +161,6 @@ def put_file(path: str, data: bytes, *, absent: bool) -> None:
         raise FileExistsError(errno.EEXIST, "File exists", path)
     with named_errors(path):
         os.replace(part, path)
-
-
-def stale_outputs(directory: str) -> list[str]:
-    """Return the leftovers of conversions and exports that were interrupted."""
-    return [
-        entry.path
-        for entry in os.scandir(directory)
-        if _TEMPORARY.match(entry.name) and entry.is_dir(follow_symlinks=False)
-    ]
 
 
 def open_plain(path: str) -> int:

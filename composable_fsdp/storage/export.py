@@ -20,7 +20,7 @@ from composable_fsdp.storage.formats.files import SafetensorsWriter
 from composable_fsdp.storage.opening import SAFETENSORS
 from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.storages import require_local
-from composable_fsdp.storage.team import meet_team, team_of
+from composable_fsdp.storage.team import FirstError, team_of
 from composable_fsdp.storage.tensors import (
     is_first_copy,
     mesh_groups_in,
@@ -121,8 +121,7 @@ def export_module(
     Collective: as ``export_safetensors`` for a module.
     """
     states = units_in(module)
-    meet_team(module, "export_safetensors")
-    team = team_of(module)
+    team = team_of(module, "export_safetensors")
     # Ranks of tensor parallelism gather as well, and a single rank of all writes.
     mesh = mesh_groups_in(module, states)
     own = [state.handle.groups for state in states]
@@ -138,7 +137,7 @@ def export_module(
                     "is the first of all. Export each part by itself."
                 )
             writing.start(module, max_shard_bytes, wanted=wanted)
-        team.agree(writing.error)
+        team.agree(writing.own.error)
         # Every rank gathers every unit in the same order, also after a failed write:
         # the exchange at the end tells the error.
         whole: dict[str, Tensor] = {}
@@ -156,11 +155,11 @@ def export_module(
             writing.write({names[slot]: value for slot, value in values.items()})
             del values  # Free the unit before the next gather.
         with writing.errors():
-            if writing.writer is not None and writing.error is None:
+            if writing.writer is not None and writing.own.error is None:
                 writing.writer.finish()
                 # Renames the files to their final path.
                 writing.files.close()
-        team.agree(writing.error)
+        team.agree(writing.own.error)
     return wanted
 
 
@@ -174,7 +173,7 @@ class _Writing:
         rewrite: Rewrite | None,
     ) -> None:
         self._path, self._dtype, self._rewrite = path, dtype, rewrite
-        self.error: Exception | None = None
+        self.own = FirstError()
         self.files = ExitStack()
         self.writer: SafetensorsWriter | None = None
         self.contents: Contents | None = None
@@ -184,12 +183,11 @@ class _Writing:
     @contextmanager
     def errors(self) -> Iterator[None]:
         """Keep the first error of the block, which the ranks tell each other later."""
-        try:
-            yield
-        except OSError as error:
-            self.error = self.error or unwritable(Path(self._path), error)
-        except Exception as error:
-            self.error = self.error or error
+        with self.own:
+            try:
+                yield
+            except OSError as error:
+                raise unwritable(Path(self._path), error) from error
 
     def start(self, module: nn.Module, max_shard_bytes: int, *, wanted: bool) -> None:
         """Check the module, and make the files, if this rank is ``wanted`` to."""
@@ -238,7 +236,7 @@ class _Writing:
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Write tensors, which are given by the model's names, if this rank writes."""
         with self.errors():
-            if self.writer is None or self.error is not None:
+            if self.writer is None or self.own.error is not None:
                 return
             for name, value in (self._rewrite or dict)(values).items():
                 dtype = cast_dtype(value.dtype, self._dtype)

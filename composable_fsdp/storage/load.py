@@ -36,16 +36,18 @@ from composable_fsdp.storage.compare import (
     renaming,
 )
 from composable_fsdp.storage.contents import contents_of, optimizers_in, units_in
-from composable_fsdp.storage.directory import within_limits
+from composable_fsdp.storage.directory import path_text, within_limits
 from composable_fsdp.storage.load_optim import optimizer_loads
-from composable_fsdp.storage.opening import Found, look_up, open_source
+from composable_fsdp.storage.opening import find_checkpoint, open_source
 from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.stateful import Redeal, fill, own_values, set_rng_state
+from composable_fsdp.storage.storages import is_url, join, split, whole_path
 from composable_fsdp.storage.team import (
+    FirstError,
     SharedReads,
     Team,
     Told,
-    meet_team,
+    raise_unseen,
     team_of,
     wait_for_pending,
 )
@@ -139,29 +141,25 @@ def load(
     call.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
-    meet_team(module, "load")
-    team = team_of(module)
+    team = team_of(module, "load")
+    job = _Load(team, module, optim, extra)
     # An asynchronous save of the same ranks may still be writing the checkpoint.
     before = wait_for_pending(team)
-    given, error, own = LoadOptions(), None, frozenset[str]()
-    try:
-        given = options_of(options, LoadOptions, "load")
+    with job.own:
+        job.options = options_of(options, LoadOptions, "load")
         is_module = isinstance(module, nn.Module)
         units = units_in(module) if is_module else []
         # Other ranks hold other experts; the names of all tell which are missing.
         if any(state.handle.groups.experts_ref is not None for state in units):
             held = contents_of(module, "load", inner=True).each()
-            own = frozenset(name for each in held for name in each.names)
-    except Exception as raised:
-        error = raised
-    found = look_up(team, path, before, given.share, error, own)
-    job = _Load(team, module, optim, extra, given, found.names - own)
+            job.names = frozenset(name for each in held for name in each.names)
+    report = job.options.report
     try:
-        value = _run(job, found)
+        value = _run(job, _look_up(job, path, before))
     finally:
-        if given.report is not None:
-            given.report.add(job.report)
-    if not given.strict and given.report is None:
+        if report is not None:
+            report.add(job.report)
+    if not job.options.strict and report is None:
         job.report.warn()
     if names := listed(map(quoted, unfilled_buffers(module))):
         warnings.warn(
@@ -173,35 +171,68 @@ def load(
     return value
 
 
+def _look_up(
+    job: _Load, path: str | os.PathLike[str] | Source, before: str | None
+) -> str | Source:
+    """Return the checkpoint that this rank opens: rank 0 alone looks in a directory.
+
+    Collective: one all-gather of objects over the team's group.
+    """
+    place, name, share, team = "", "", job.options.share, job.team
+    with job.own:
+        if not isinstance(share, bool | None):
+            raise TypeError(f"load expects share=None, True or False, got {share!r}.")
+        if not isinstance(path, Source):
+            place = whole_path(path_text(path, "load"))
+            # Ranks that looked for themselves would differ beside a job that saves.
+            if team.rank == 0 and (found := find_checkpoint(place)[0]) != place:
+                # A name, and not the path: each rank may have a disk of its own.
+                name = split(found)[1]
+    # Also ranks with an open source take part: the call may differ between ranks.
+    told = before, name, share, is_url(place), job.names
+    answers = team.agree(job.own.error, told)
+    raise_unseen(team, [each[0] for each in answers])
+    for rank, each in zip(team.ranks, answers, strict=True):
+        # A rank that reads for itself would not answer those that wait for its part.
+        if each[2] != answers[0][2]:
+            raise CheckpointError(
+                f"load got share={answers[0][2]} on rank {team.ranks[0]}, and share="
+                f"{each[2]} on rank {rank}; expected the same on every rank. Nothing "
+                "was loaded."
+            )
+    # A request to a store costs more than a message; all ranks share a page cache.
+    shares = all(each[3] for each in answers) if share is None else share
+    job.shares = shares and team.world_size > 1
+    job.others = frozenset[str]().union(*(each[4] for each in answers)) - job.names
+    if isinstance(path, Source):
+        return path
+    name = answers[0][1]
+    return join(place, name) if name else place
+
+
 @paused_collection()
-def _run(job: _Load, found: Found) -> Any:
+def _run(job: _Load, given: str | Source) -> Any:
     """Load the checkpoint; return ``extra``.
 
     Collective: two all-gathers of objects over the team's group; four if reads are
     shared, with broadcasts of values.
     """
-    error: Exception | None = None
     source: Source | None = None
-    team, everyone = job.team, list[Any]()
+    team, own, everyone = job.team, job.own, list[Any]()
     try:
-        try:
+        with own:
             require_module(job.module, "load")
-            given = found.what
             source = given if isinstance(given, Source) else open_source(given)
-            job.plan(source, share=found.share)
-        except Exception as raised:
-            error = raised
+            job.plan(source)
         # Every rank takes part, also a rank with an error, so that no other rank waits.
-        if found.share:
+        if job.shares:
             told = {} if job.shared is None else job.shared.told
             everyone = [each.value for each in team.outcomes(None, told)]
-        try:
-            if error is None:
+        if own.error is None:
+            with own:
                 job.verify(everyone)
-        except Exception as raised:
-            error = raised
         opened = ("", "") if source is None else (source.fingerprint, source.path)
-        answers = team.agree(error, opened)
+        answers = team.agree(own.error, opened)
         for rank, (fingerprint, path) in zip(team.ranks, answers, strict=True):
             # Each rank may have looked up the path for itself.
             if fingerprint != answers[0][0]:
@@ -214,7 +245,7 @@ def _run(job: _Load, found: Found) -> Any:
         return job.change()
     finally:
         # The caller of ``load`` closes a source that the caller has opened.
-        if source is not None and source is not found.what:
+        if source is not None and source is not given:
             source.close()
 
 
@@ -226,13 +257,18 @@ class _Load:
     module: nn.Module
     optim: Optimizers | None
     extra: Any
-    options: LoadOptions
-    others: frozenset[str]
+    options: LoadOptions = field(default_factory=LoadOptions)
+    own: FirstError = field(default_factory=FirstError)
+    shares: bool = False
+    """Whether ranks share reads."""
+    names: frozenset[str] = frozenset()
+    """The names of this rank, if it holds other experts than other ranks."""
+    others: frozenset[str] = frozenset()
     """The names of experts that other ranks hold."""
     report: LoadReport = field(default_factory=LoadReport)
     shared: SharedReads | None = None
 
-    def plan(self, source: Source, *, share: bool) -> None:
+    def plan(self, source: Source) -> None:
         """Compare the checkpoint with all that is to be filled on this rank."""
         given, report, team = self.options, self.report, self.team
         # Before the names are renamed and compared: ranks may have other names.
@@ -249,16 +285,15 @@ class _Load:
             contents = contents_of(self.module, "load", inner=True)
             optims = optimizers_in(self.optim, "load")
             what = self._source, contents, selection, report
-            self._model = compare_model(*what, cast=given.cast)
+            copies, self._own_states = compare_model(*what, cast=given.cast)
             self._optims = optimizer_loads(*what, optims)
             if given.strict:
                 report.require_empty(source)
-            self._model.require_writable()
             reads = [each.plan() for each in self._optims]
-        self._copies = [*self._model.copies, *chain.from_iterable(reads)]
+        self._copies = [*copies, *chain.from_iterable(reads)]
         if team.rank == 0:
             source.require_checksums()
-        if share:
+        if self.shares:
             is_local = source.local_ranks > 0
             self.shared = SharedReads(team, self._copies, is_local=is_local)
 
@@ -330,7 +365,7 @@ class _Load:
 
     def _give(self) -> None:
         """Give all that is no tensor to its objects."""
-        for module, name in self._model.own_states:
+        for module, name in self._own_states:
             module.set_extra_state(self._source.own_states[name])
         for each in self._optims:
             each.install()

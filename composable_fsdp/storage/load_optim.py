@@ -23,14 +23,12 @@ from composable_fsdp.optim.original_view import (
     keep_given,
     over_originals,
 )
-from composable_fsdp.optim.own_state_dict import is_wrapper
 from composable_fsdp.optim.scalars import SCALARS, is_scalar_shape
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
-from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.storage.compare import NO_OPTIMIZER, LoadReport, Selection, find
 from composable_fsdp.storage.contents import Contents, Held, named, not_in_module
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
-from composable_fsdp.storage.tensors import local_state
+from composable_fsdp.storage.tensors import is_dtensor, is_wrapper, local_state
 
 STATES: dict[str, tuple[str, ...]] = {
     "ASGD": ("step", "eta", "mu", "ax"),
@@ -88,8 +86,8 @@ class OptimizerLoad:
         optim: torch.optim.Optimizer,
         report: LoadReport,
     ) -> None:
-        self._source, self._report = source, report
         # The checkpoint has state per original parameter, also of a flat one.
+        self._source, self._report = source, report
         self._optim = over_originals(optim)
         self._saved = source.param_groups or ()
         self.home = {n: g for g, each in enumerate(self._saved) for n in each["params"]}

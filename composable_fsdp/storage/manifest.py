@@ -25,6 +25,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hi
 import torch
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.planning.boxes import Box, interval_boxes, moved
 
 Json = Any
 
@@ -280,6 +281,20 @@ class Span(NamedTuple):
         """Number of elements."""
         return self.stop - self.start
 
+    def within(self, shape: tuple[int, ...]) -> Rectangle:
+        """Return the rectangle, which may be the whole of a tensor of ``shape``."""
+        return self.rectangle or Rectangle(shape, (0,) * len(shape), shape)
+
+    def boxes(self, shape: tuple[int, ...]) -> tuple[Box, ...]:
+        """Return the elements as boxes of the whole tensor."""
+        box = self.within(shape)
+        return moved(interval_boxes(box.shape, self.start, self.stop), box.offset)
+
+    def told(self, shape: tuple[int, ...]) -> str:
+        """Return the boxes as text for messages."""
+        found = self.boxes(shape)
+        return ", ".join(f"[offsets {b.offsets} sizes {b.sizes}]" for b in found)
+
     def part(self, begin: int, end: int) -> Span:
         """Return elements ``[begin, end)`` of these."""
         return Span(self.start + begin, self.start + end, self.rectangle)
@@ -447,6 +462,11 @@ class File:
     payload_nbytes: Size
     blocks: tuple[Crc, ...]
     """The crc32 of each ``BLOCK`` bytes of payload; the last block may be shorter."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file."""
+        return self.header_nbytes + self.payload_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,10 +75,9 @@ class FilePart:
     wrappers: dict[str, str] = field(default_factory=dict)
     loose: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     """The entries that JSON values refer to by number, by key."""
-    param_groups: list[Json] | None = None
+    param_groups: dict[int, Json] | None = None
+    """By the number in the optimizer."""
     extra: Json = None
-    group_numbers: list[int] = field(default_factory=list)
-    """The number of each of ``param_groups`` in the optimizer."""
     experts: dict[int, list[str]] = field(default_factory=dict)
     """Names of experts of this rank by the number of their group."""
     own_states: dict[str, Json] = field(default_factory=dict)
@@ -179,7 +178,8 @@ class _Merger:
         for rank, (part, _, _) in enumerate(self._told):
             own = part.local or FilePart()
             tensors = tuple(self._tensor([(rank, each)]) for each in own.tensors)
-            values = own.own_states, own.values, own.param_groups
+            groups = own.param_groups and list(own.param_groups.values())
+            values = own.own_states, own.values, groups
             found.append(Local(tensors, *(self.shifted(v, rank) for v in values)))
         return tuple(found) if any(each != empty for each in found) else ()
 
@@ -306,10 +306,9 @@ def _require_same_state(parts: Written) -> None:
 
 def _with_experts(parts: Sequence[FilePart]) -> list[Json] | None:
     """Return the options of rank 0 with the experts of all ranks as members."""
-    numbers, groups = parts[0].group_numbers, parts[0].param_groups
-    if groups is None:
+    if (groups := parts[0].param_groups) is None:
         return None
-    by_number = {n: dict(each) for n, each in zip(numbers, groups, strict=True)}
+    by_number = {n: dict(each) for n, each in groups.items()}
     for rank, part in enumerate(parts):
         for number, names in part.experts.items():
             # The options of such a group would be lost.

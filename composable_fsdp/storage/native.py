@@ -9,17 +9,17 @@ import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import listed, quoted
-from composable_fsdp.planning.boxes import interval_boxes, moved
+from composable_fsdp.naming import quoted
 from composable_fsdp.storage.blocks import BlockFile, ReadRequest
 from composable_fsdp.storage.commit import Folder, read_marker
 from composable_fsdp.storage.directory import MANIFEST, within_limits
@@ -28,21 +28,18 @@ from composable_fsdp.storage.manifest import (
     Local,
     Manifest,
     Places,
-    Rectangle,
     SavedTensor,
     Span,
     to_json,
 )
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
 from composable_fsdp.storage.storages import is_url, join, whole_path
-from composable_fsdp.storage.validate import entries_by_file, parse
+from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import decode
 from composable_fsdp.storage.writer import (
     aligned,
     host_buffer,
     is_plain,
-    note_write,
-    parts_of,
 )
 
 # Fixed bytes around the manifest, whose crc32 is verified before JSON is parsed.
@@ -52,9 +49,12 @@ _TIME = _HEAD.index(b"%019d") + 4
 """The byte at which the time begins: the crc32 has 8 digits."""
 
 
-def manifest_bytes(manifest: Manifest, after: int = 0) -> bytes:
-    """Return the content of the manifest's file, with a crc32 and a time."""
-    text = json.dumps(to_json(manifest), allow_nan=False, separators=(",", ":"))
+def manifest_bytes(manifest: Manifest, path: str, after: int = 0) -> bytes:
+    """Return the file of the manifest of ``path``, which a load takes; with a time."""
+    document = to_json(manifest)
+    # Raises if no load takes it.
+    parse(document, join(path, MANIFEST))
+    text = json.dumps(document, allow_nan=False, separators=(",", ":"))
     return _framed(text.encode(), max(time.time_ns(), after + 1))
 
 
@@ -105,8 +105,7 @@ class PartRuns:
 
     def runs(self, places: Places, itemsize: int, span: Span) -> list[Run]:
         """Return the places of the elements, in order."""
-        shape = self._cut.shape
-        wanted = span.rectangle or Rectangle(shape, (0,) * len(shape), shape)
+        wanted = span.within(self._cut.shape)
         same = self._index.get((wanted.offset, wanted.shape))
         if same is not None:
             return self._in_rectangle(same, places, itemsize, *span[:2])
@@ -150,53 +149,18 @@ class PartRuns:
         return runs
 
 
-def boxes_of(shape: tuple[int, ...], span: Span) -> str:
-    """Return the elements as boxes of the whole tensor, as text for messages."""
-    box = span.rectangle or Rectangle(shape, (0,) * len(shape), shape)
-    boxes = moved(interval_boxes(box.shape, *span[:2]), box.offset)
-    return ", ".join(f"[offsets {b.offsets} sizes {b.sizes}]" for b in boxes)
-
-
-def told_of(manifest: Manifest, file: int, begin: int, end: int) -> str:
-    """Return the names of the tensors in some bytes of a file, with boxes."""
-    found = []
-    for entry in entries_by_file(manifest)[file]:
-        low, high = max(begin, entry.begin), min(end, entry.end)
-        if low < high:
-            size, (begins, _, box) = entry.itemsize, entry.span
-            # Round outwards: an element counts if any byte is in the interval.
-            start = begins + (low - entry.begin) // size
-            stop = begins - (entry.begin - high) // size
-            found.append(f"{entry.of} {boxes_of((), Span(start, stop, box))}")
-    return listed(found) or "nothing"
-
-
 class NativeSource(Source):
     """A directory that ``save`` wrote; ``manifest`` gives the place of every entry."""
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        values: bool = True,
-        folder: Folder | None = None,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, values: bool = True) -> None:
         self.path = whole_path(path)
-        if folder is None and is_url(self.path):
-            folder = Folder(self.path)
+        folder = Folder(self.path) if is_url(self.path) else None
         self.manifest, self.fingerprint = read_manifest(self.path, folder)
         manifest = self.manifest
         sizes = None if folder is None else folder.sizes
         self.files = [
-            BlockFile(
-                join(self.path, file.name),
-                file,
-                partial(told_of, manifest, i),
-                self._told,
-                manifest.block_nbytes,
-                sizes,
-            )
-            for i, file in enumerate(manifest.files)
+            BlockFile(self.path, manifest, i, self._told, sizes)
+            for i in range(len(manifest.files))
         ]
         self._saved: dict[str, SavedTensor] = {}
         self._part_runs: dict[str, PartRuns] = {}
@@ -330,7 +294,9 @@ class NativeSource(Source):
             for file, wanted in zip(self.files, wants, strict=True):
                 file.fill(wanted)
         for copy in direct:
-            note_write(copy.into)
+            # A tensor saved for backward before the load has other values now.
+            if not copy.into.is_inference():
+                increment_version(copy.into)
         super().finish([copy for copy in left if not self._is_direct(copy)])
 
     def __enter__(self) -> NativeSource:
@@ -354,7 +320,10 @@ class NativeSource(Source):
         dtypes = [self._info(copy.name, copy.state).dtype for copy in copies]
         pairs = zip(copies, dtypes, strict=True)
         sizes = [copy.span.numel * dtype.itemsize for copy, dtype in pairs]
-        return parts_of(host_buffer(sum(map(aligned, sizes))), sizes)
+        # Each aligned for every dtype.
+        *begins, end = accumulate(map(aligned, sizes), initial=0)
+        buffer = host_buffer(end)
+        return [buffer[at : at + n] for at, n in zip(begins, sizes, strict=True)]
 
     def _wants(
         self, copies: Sequence[Copy], targets: Sequence[Tensor | None]
@@ -411,7 +380,7 @@ class NativeSource(Source):
             return ""
         name, state, span = what[:3]
         of = f"state {state!r} of " if state is not None else ""
-        return f"{of}{quoted(name)} {boxes_of(self._info(name, state).shape, span)}"
+        return f"{of}{quoted(name)} {span.told(self._info(name, state).shape)}"
 
 
 def _local_of(ranks: Sequence[Local], rank: int | None) -> Local:

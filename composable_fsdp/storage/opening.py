@@ -25,9 +25,8 @@ from composable_fsdp.storage.commit import (
 )
 from composable_fsdp.storage.directory import (
     MANIFEST,
+    TEMPORARY,
     no_checkpoint_text,
-    path_text,
-    stale_outputs,
     within_limits,
 )
 from composable_fsdp.storage.formats.dcp_read import METADATA, open_dcp
@@ -40,8 +39,7 @@ from composable_fsdp.storage.formats.files import (
 from composable_fsdp.storage.manifest import BLOCK
 from composable_fsdp.storage.native import NativeSource, read_manifest
 from composable_fsdp.storage.source import Source
-from composable_fsdp.storage.storages import is_url, join, split, whole_path
-from composable_fsdp.storage.team import PendingOutcome, Team, raise_unseen
+from composable_fsdp.storage.storages import is_url, split, whole_path
 
 
 class _Format(NamedTuple):
@@ -94,23 +92,14 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     ...     print(source.model["head.weight"].shape)
     (4, 4)
     """
-    found, name = _find(path)
-    with within_limits(found.path):
-        if is_url(found.path):
-            return NativeSource(found.path, folder=found)
-        return _FORMATS[name].opener(found.path)
+    path, name = find_checkpoint(path)
+    with within_limits(path):
+        return _FORMATS[name].opener(path)
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
     """Return the path of the checkpoint that ``path`` stands for, and the format."""
-    found, name = _find(path)
-    return found.path, name
-
-
-def _find(path: str | os.PathLike[str]) -> tuple[Folder, str]:
-    """Return the place of the checkpoint that ``path`` stands for, and the format."""
-    here = Folder(whole_path(path))
-    path, name = here.path, None
+    path = whole_path(path)
     if not is_url(path):
         start = b""
         if os.path.isfile(path):
@@ -127,15 +116,11 @@ def _find(path: str | os.PathLike[str]) -> tuple[Folder, str]:
             if any(map(os.path.lexists, inside)) or (
                 known.start and re.match(known.start, start, re.DOTALL)
             ):
-                name = each
-                break
-    elif here.is_committed:
-        name = NATIVE
-    if name is not None:
-        return here, name
-    newest = newest_in(path)
-    if newest is not None:
-        return newest, NATIVE
+                return path, each
+    elif Folder(path).is_committed:
+        return path, NATIVE
+    if newest := newest_in(path):
+        return newest.path, NATIVE
     if is_url(path):
         names = [split(each.path)[1] for each in folders_in(path)]
         told = f"uploads without a {MANIFEST} ({listed(names)})" if names else "nothing"
@@ -149,61 +134,6 @@ def _find(path: str | os.PathLike[str]) -> tuple[Folder, str]:
         f"{no_checkpoint_text(path)} Expected {', '.join(words[:-1])} or {words[-1]}, "
         "or a directory that holds checkpoints of this library."
     )
-
-
-class Found(NamedTuple):
-    """An open source or a path to open, and what all ranks know alike."""
-
-    what: str | Source
-    share: bool
-    """Whether ranks share reads."""
-    names: frozenset[str]
-    """The names that any rank has told."""
-
-
-def look_up(
-    team: Team,
-    path: str | os.PathLike[str] | Source,
-    before: PendingOutcome,
-    share: bool | None = None,
-    error: Exception | None = None,
-    names: frozenset[str] = frozenset(),
-) -> Found:
-    """Return the checkpoint that this rank opens: rank 0 alone looks in a directory.
-
-    Collective: one all-gather of objects over the team's group.
-    """
-    own, name = "", ""
-    try:
-        if error is not None:
-            raise error
-        if not isinstance(share, bool | None):
-            raise TypeError(f"load expects share=None, True or False, got {share!r}.")
-        if not isinstance(path, Source):
-            own = whole_path(path_text(path, "load"))
-            # Ranks that looked for themselves would differ beside a job that saves.
-            if team.rank == 0 and (found := find_checkpoint(own)[0]) != own:
-                # A name, and not the path: each rank may have a disk of its own.
-                name = split(found)[1]
-    except Exception as raised:
-        error = raised
-    # Also ranks with an open source take part: the call may differ between ranks.
-    answers = team.agree(error, (before, name, share, is_url(own), names))
-    raise_unseen(team, [each[0] for each in answers])
-    for rank, each in zip(team.ranks, answers, strict=True):
-        # A rank that reads for itself would not answer those that wait for its part.
-        if each[2] != answers[0][2]:
-            raise CheckpointError(
-                f"load got share={answers[0][2]} on rank {team.ranks[0]}, and share="
-                f"{each[2]} on rank {rank}; expected the same on every rank. Nothing "
-                "was loaded."
-            )
-    # A request to a store costs more than a message; all ranks share a page cache.
-    shares = all(each[3] for each in answers) if share is None else share
-    _, name, *_ = answers[0]
-    what = path if isinstance(path, Source) else join(own, name) if name else own
-    everyone = frozenset[str]().union(*(each[4] for each in answers))
-    return Found(what, shares and team.world_size > 1, everyone)
 
 
 def remove_stale(
@@ -222,7 +152,11 @@ def remove_stale(
         for each in folders_in(place)
         if not each.is_committed and any(map(is_part, each.files))
     ]
-    outputs = [] if is_url(place) else stale_outputs(place)
+    outputs = [
+        entry.path
+        for entry in (() if is_url(place) else os.scandir(place))
+        if TEMPORARY.match(entry.name) and entry.is_dir(follow_symlinks=False)
+    ]
     if not dry_run:
         for folder in folders:
             if problems := remove(folder):
@@ -264,23 +198,20 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     [(100, True)]
     """
     folders = folders_in(whole_path(directory))
-    found = [_info(each) for each in folders if each.is_committed]
+    found = []
+    for folder in folders:
+        if not folder.is_committed:
+            continue
+        step, sizes = number_of(split(folder.path)[1]), folder.sizes
+        nbytes = sum(max(size, 0) for size in sizes.values())
+        # By size: to read each byte of a series of checkpoints takes minutes.
+        is_whole = False
+        with suppress(CheckpointError):
+            manifest, _ = read_manifest(folder.path, folder)
+            is_whole = all(sizes.get(f.name) == f.nbytes for f in manifest.files)
+        info = CheckpointInfo(folder.path, step, folder.time, nbytes, is_whole)
+        found.append(info)
     return sorted(found, key=lambda info: (info.step or -1, info.time))
-
-
-def _info(folder: Folder) -> CheckpointInfo:
-    """Return the facts of a checkpoint."""
-    step, sizes = number_of(split(folder.path)[1]), folder.sizes
-    nbytes = sum(max(size, 0) for size in sizes.values())
-    # By size: to read each byte of a series of checkpoints takes minutes.
-    is_whole = False
-    with suppress(CheckpointError):
-        manifest, _ = read_manifest(folder.path, folder)
-        is_whole = all(
-            sizes.get(file.name) == file.header_nbytes + file.payload_nbytes
-            for file in manifest.files
-        )
-    return CheckpointInfo(folder.path, step, folder.time, nbytes, is_whole)
 
 
 Progress = Callable[[int, int], object]

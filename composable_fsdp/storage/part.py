@@ -37,6 +37,8 @@ from composable_fsdp.storage.contents import (
 from composable_fsdp.storage.manifest import Json, Span, require_storable
 from composable_fsdp.storage.merge import Draft, FilePart, TensorPart
 from composable_fsdp.storage.same_on_ranks import (
+    ONCE,
+    PER_RANK,
     no_facts,
     tell_copies,
     tell_shards,
@@ -45,9 +47,9 @@ from composable_fsdp.storage.same_on_ranks import (
 )
 from composable_fsdp.storage.save_parts import by_turns, writers_of
 from composable_fsdp.storage.stateful import rng_state, states_of
+from composable_fsdp.storage.team import Team
 from composable_fsdp.storage.tensors import (
     is_first_copy,
-    is_first_part,
     others_of,
     stores_loose,
 )
@@ -72,12 +74,10 @@ class PartMaker(Draft):
         selection: Selection,
         local: Patterns,
         optims: Sequence[torch.optim.Optimizer],
-        *,
-        ranks: Sequence[int],
-        rank: int,
+        team: Team,
     ) -> None:
         super().__init__()
-        self._contents, self._rank, self._ranks = contents, rank, ranks
+        self._contents, self._rank, self._ranks = contents, team.rank, team.ranks
         self._own = self.part.local = FilePart()
         self._is_local_name = matcher(local, "local")
         # Names and ids of all: the optimizer may hold parameters that are left out.
@@ -132,9 +132,9 @@ class PartMaker(Draft):
         """Add the extra states of modules, which are shared or of each rank."""
         for name, module in self._chosen.own_states.items():
             state, is_local = module.get_extra_state(), self._is_local_name(name)
-            kind = "local" if is_local else "own_states"
-            if is_local or len(self._ranks) > 1:
-                self.facts[kind][name] = None if is_local else text_of(state, name)
+            self.facts["local"][name] = PER_RANK if is_local else ONCE
+            if not is_local and len(self._ranks) > 1:
+                self.facts["own_states"][name] = text_of(state, name)
             put = self.put if is_local else self._put_once
             target = self._own if is_local else self.part
             target.own_states[name] = encode(state, name, put, python_values=True)
@@ -177,7 +177,9 @@ class PartMaker(Draft):
                 # An empty parameter is on all ranks of the unit.
                 if not prod(param.shape) and writer in (None, mine):
                     low = high = 0
-                    is_here = not start and is_first_part(param.ref)
+                    others = param.ref.form.cut_over
+                    is_first = groups.rank == 0 and all(g.rank() == 0 for g in others)
+                    is_here = not start and is_first
                 if is_here and is_first_copy(others_of(param.ref), mesh):
                     yield param, low, high
 
@@ -222,7 +224,7 @@ class PartMaker(Draft):
             # Cast as late as this: mixed precision may hold it in another dtype.
             return [given.to(dtype)]
 
-        self.pieces.append(Piece(part.key(state), dtype, shape, elements))
+        self.pieces.append(Piece(dtype, shape, part.key(state), elements))
 
     def _optimizer_states(self) -> States:
         """Return the state of each parameter, by the ``id`` of the parameter."""
@@ -282,7 +284,7 @@ class PartMaker(Draft):
         """Tell what is saved once of tensors, which other ranks must have alike."""
         facts, chosen = self.facts, self._chosen
         local = filter(self._is_local, chosen.tensors)
-        facts["local"].update({held.names[0]: None for held in local})
+        facts["local"].update({held.names[0]: PER_RANK for held in local})
         tell_tensors(shared, facts)
         tell_shards(chosen.states, facts)
         facts["shapes"].update(wrappers)
@@ -314,14 +316,14 @@ class PartMaker(Draft):
                 self.part.experts[g] = own
                 self.facts["options"][where] = text
 
-    def _param_groups(self, *, local: bool) -> list[Json]:
-        """Return the options of all groups as JSON, with the parameters by name."""
+    def _param_groups(self, *, local: bool) -> dict[int, Json]:
+        """Return the options of groups as JSON, by number, with names of parameters."""
         known = {
             key: held
             for key, held in named(self._chosen).items()
             if self._is_local(held) == local
         }
-        result = []
+        result = {}
         for g, (_, group) in enumerate(self._groups):
             options = {k: v for k, v in group.items() if k != "params"}
             held = [known.get(id(p)) for p in group["params"]]
@@ -339,9 +341,7 @@ class PartMaker(Draft):
                     f"param_groups[{g}] has an option whose name starts with '$' or is "
                     "no text; rename it."
                 )
-            result.append({**encoded, "params": members})
-            if not local:
-                self.part.group_numbers.append(g)
+            result[g] = {**encoded, "params": members}
         return result
 
     def _put_once(self, tensor: Tensor, where: str) -> int:

@@ -48,6 +48,7 @@ class _Kind(NamedTuple):
     is_shown: bool = False
 
 
+ONCE, PER_RANK = "once", "per rank"
 _LOCAL = (
     "pass local=[{first}] in SaveOptions (names, or patterns as 'experts.*'), which "
     "saves each rank's own"
@@ -65,6 +66,13 @@ _KINDS = {
         "other ranks' experts. Or stack the experts and pass DTensors of "
         "distribute_tensor(weight, mesh['ep'], [Shard(0)]).",
         is_shared=False,
+    ),
+    "local": _Kind(
+        "{name}, by local=[..],",
+        "It is saved once for all ranks, or by each rank for itself: pass the same "
+        "local on every rank.",
+        is_shared=False,
+        is_shown=True,
     ),
     "shapes": _Kind(
         "{name}, in no unit,",
@@ -97,12 +105,12 @@ _KINDS = {
         is_shown=True,
     ),
 }
-"""In the order of the comparison: values of tensors that all ranks have come later."""
+"""In the order of the comparison; values come after names."""
 
 
 def no_facts() -> Facts:
     """Return the facts of a rank that has none: of each kind, all ranks tell."""
-    return {kind: {} for kind in (*_KINDS, "local", "buffers")}
+    return {kind: {} for kind in (*_KINDS, "buffers")}
 
 
 def digests_of(facts: Facts) -> dict[Group, bytes]:
@@ -143,6 +151,7 @@ def tell_tensors(held: Sequence[Held], facts: Facts) -> None:
             facts["parameters" if is_parameter else "buffers"][name] = value
         # Ties are part of the checkpoint: a tied tensor is saved once.
         tied = f", also named {listed(each.names[1:])}" if each.names[1:] else ""
+        facts["local"][name] = ONCE
         facts["shapes"][name] = f"{kind} {each.shape} of {each.dtype}{tied}"
 
 
@@ -231,9 +240,6 @@ def require_same_values(team: Team, facts: Facts, groups: Sequence[Group]) -> st
         return {r: by_rank[r].get(group, {}) for r in ranks if r in by_rank}
 
     for kind in _KINDS:
-        # A name that is saved for all ranks and for one is told before its values.
-        if kind == "shapes":
-            _require_same_local(by_rank)
         _refuse(kind, among(kind))
     for group in groups:
         if group[0] == "copies":
@@ -330,25 +336,6 @@ def _others(values: Mapping[int, Any]) -> str:
         ranks.setdefault(value, []).append(rank)
     first, *others = map(ranks_text, ranks.values())
     return f"other values on {listed(others)} than on {first}"
-
-
-def _require_same_local(by_rank: Mapping[int, Facts]) -> None:
-    """Refuse a name that a rank saves for itself, and another not."""
-    # A rank that does not have the tensor may name it or not.
-    shared = {
-        rank: each.get("shapes", {}).keys() | each.get("own_states", {}).keys()
-        for rank, each in by_rank.items()
-    }
-    local = {rank: each.get("local", {}) for rank, each in by_rank.items()}
-    for name in dict.fromkeys(name for each in local.values() for name in each):
-        if without := [rank for rank, names in shared.items() if name in names]:
-            having = [rank for rank, names in local.items() if name in names]
-            raise CheckpointError(
-                f"{quoted(name)} is in local=[..] on {ranks_text(having)} and not on "
-                f"{ranks_text(without)}; a tensor is saved once for all ranks, or by "
-                "each rank for itself. Nothing was written. Pass the same local on "
-                "every rank."
-            )
 
 
 def _unlike(

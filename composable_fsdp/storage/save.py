@@ -39,8 +39,8 @@ from composable_fsdp.storage.commit import (
 )
 from composable_fsdp.storage.compare import Patterns, Selection, options_of
 from composable_fsdp.storage.contents import contents_of, optimizers_in
-from composable_fsdp.storage.directory import MANIFEST, make_seen, path_text, sync
-from composable_fsdp.storage.manifest import BLOCK, block_size, to_json
+from composable_fsdp.storage.directory import named_errors, path_text, sync
+from composable_fsdp.storage.manifest import block_size
 from composable_fsdp.storage.merge import FilePart, RankPart, merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.part import PartMaker
@@ -53,22 +53,19 @@ from composable_fsdp.storage.same_on_ranks import (
 )
 from composable_fsdp.storage.storages import is_url, join, split, whole_path
 from composable_fsdp.storage.team import (
+    FirstError,
     SaveFuture,
     Team,
-    meet_team,
     pending,
     raise_unseen,
     team_of,
     wait_for_pending,
 )
-from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.writer import (
     Piece,
     host_buffer,
-    in_order,
     is_plain,
     paused_collection,
-    places_of,
     write_file,
 )
 from composable_fsdp.tree.traversal import require_module
@@ -155,8 +152,7 @@ def save(
     must call. No tensor is sent.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
-    meet_team(module, "save")
-    team = team_of(module)
+    team = team_of(module, "save")
     write(team, prepare(team, path, module, optim, extra, options))
 
 
@@ -171,9 +167,10 @@ class Job:
     part: FilePart
     pieces: list[Piece]
     options: SaveOptions
-    error: Exception | None = None
+    block: int
+    own: FirstError
     """An error of this rank that the other ranks do not know yet."""
-    block: int = BLOCK
+    is_committed: bool = False
 
 
 @paused_collection()
@@ -190,12 +187,12 @@ def prepare(
     Collective: one all-gather of objects over the team's group; a second all-gather if
     values that are saved once differ.
     """
-    target, ending, error = "", "", None
+    target, ending, own = "", "", FirstError()
     given = SaveOptions()
     part, pieces, facts = FilePart(), list[Piece](), no_facts()
     # Two saves of the same ranks must not write or exchange objects at the same time.
     before = wait_for_pending(team)
-    try:
+    with own:
         require_module(module, "save")
         target = whole_path(path_text(path, "save"))
         given = options_of(options, SaveOptions, "save")
@@ -205,27 +202,23 @@ def prepare(
             Selection.of(given.include, given.exclude, given.trainable_only),
             given.local,
             optimizers_in(optim, "save"),
-            ranks=team.ranks,
-            rank=team.rank,
+            team,
         )
         maker.make(extra, given.per_rank)
         part, pieces, facts = maker.part, maker.pieces, maker.facts
         if team.rank == 0:
             ending = begin(target, given.overwrite, team.world_size)
-    # Do not raise yet: the other ranks would wait in the exchange below for this rank.
-    except Exception as raised:
-        error = raised
     try:
         nbytes = sum(piece.nbytes for piece in pieces)
         mine = target, ending, before, digests_of(facts), nbytes
-        answers = team.agree(error, mine)
+        answers = team.agree(own.error, mine)
         raise_unseen(team, [each[2] for each in answers])
         # Names and hashes are sent only of what differs by the digests: of 10,000
         # tensors and 1,024 ranks they are hundreds of megabytes.
         groups = unlike_groups([each[3] for each in answers])
         if groups and (text := require_same_values(team, facts, groups)):
             # A warning per rank would say no more.
-            error = warn_of(text) if team.rank == 0 else None
+            own.error = warn_of(text) if team.rank == 0 else None
     except BaseException:
         if ending:
             discard(target, ending)
@@ -237,67 +230,64 @@ def prepare(
         text = "save got the path %r on rank %d and writes to rank 0's %r."
         _log.warning(text, target, team.rank, first)
     block = block_size(sum(each[4] for each in answers))
-    return Job(first, ending, part, in_order(pieces), given, error, block)
+    # Large elements first: the copies of ``snapshot`` are aligned for every dtype.
+    pieces.sort(key=lambda piece: -piece.dtype.itemsize)
+    return Job(first, ending, part, pieces, given, block, own)
 
 
-def write(team: Team, job: Job, error: Exception | None = None) -> None:
+def write(team: Team, job: Job) -> None:
     """Write this rank's file and commit the checkpoint; see ``save``.
 
     Collective: one gather to rank 0 and one broadcast of objects over the team's group.
     """
     told: Any = None
-    committed = False
-    error = error or job.error
+    own = job.own
     try:
-        try:
-            if error is not None:
-                raise error
-            if not is_url(job.path):
-                make_seen(job.path)
-            name = f"rank{team.rank:05d}{job.ending}"
-            file = write_file(join(job.path, name), job.pieces, job.block)
-            told = job.part, file, places_of(job.pieces)
-        except Exception as raised:
-            error = raised
+        if own.error is None:
+            with own:
+                # Network file systems remember for seconds that a name was not there.
+                if not is_url(job.path):
+                    with named_errors(job.path), suppress(FileExistsError):
+                        os.mkdir(job.path)
+                name = join(job.path, f"rank{team.rank:05d}{job.ending}")
+                told = job.part, *write_file(name, job.pieces, job.block)
         # In an asynchronous save they hold the copies in host memory.
         job.pieces.clear()
-        answers = team.outcomes(error, told, first=True)
+        answers = team.outcomes(own.error, told, first=True)
         failures = [each.failure for each in answers]
         if team.rank == 0:
-            failure = None
             if not any(failures):
-                committed, failure = _finish(job, [each.value for each in answers])
+                with own:
+                    _finish(job, [each.value for each in answers])
                 # A failure of the commit reaches the other ranks as rank 0's error.
-                failures[0] = team.failure_of(failure)
-            error = error or failure
+                failures[0] = team.failure_of(own.error)
             # Before the other ranks know: they may look at the path, or save again.
-            if not committed:
+            if not job.is_committed:
                 discard(job.path, job.ending)
-        team.from_first(failures, error)
+        team.from_first(failures, own.error)
     finally:
         # Also after a lost rank or an interrupt, no file stays behind.
-        if team.rank == 0 and not committed:
+        if team.rank == 0 and not job.is_committed:
             discard(job.path, job.ending)
 
 
-def _finish(job: Job, told: list[RankPart]) -> tuple[bool, Exception | None]:
-    """Merge, check and commit on rank 0; return whether committed, and any error."""
-    committed, is_local = False, not is_url(job.path)
+def _finish(job: Job, told: list[RankPart]) -> None:
+    """Merge, check and commit on rank 0."""
+    is_local = not is_url(job.path)
+    with paused_collection():
+        manifest = merge(told, job.block)
+        # Clocks differ, and a job may have moved to another machine.
+        newest = None
+        with suppress(OSError):
+            newest = newest_in(split(job.path)[0]) if is_local else None
+        data = manifest_bytes(manifest, job.path, newest.age[0] if newest else 0)
+    sizes = {f.name: f.nbytes for f in manifest.files}
+    commit(job.path, data, job.options.overwrite, sizes)
+    job.is_committed = True
     try:
-        with paused_collection():
-            manifest = merge(told, job.block)
-            # Raises if no load takes it.
-            parse(to_json(manifest), join(job.path, MANIFEST))
-            # Clocks differ, and a job may have moved to another machine.
-            newest = None
-            with suppress(OSError):
-                newest = newest_in(split(job.path)[0]) if is_local else None
-            data = manifest_bytes(manifest, newest.age[0] if newest else 0)
-        sizes = {f.name: f.header_nbytes + f.payload_nbytes for f in manifest.files}
-        commit(job.path, data, job.options.overwrite, sizes)
-        committed = True
-        if is_local:
-            sync(job.path)
+        # The name in the parent, too: the sync of a file has brought both to the disk.
+        for each in (job.path, split(job.path)[0]) if is_local else ():
+            sync(each)
         # Older checkpoints go last: at every moment at least one is complete.
         if problems := remove_older(job.path, job.options.keep, set(sizes)):
             # The checkpoint itself is good, so training must go on.
@@ -306,26 +296,16 @@ def _finish(job: Job, told: list[RankPart]) -> tuple[bool, Exception | None]:
                 f"{listed(problems)}. The next save tries again.",
                 stacklevel=2,
             )
-    except Exception as raised:
-        # The checkpoint is valid although a later step failed; the message must say so.
-        return committed, _after_commit(job, raised) if committed else raised
-    return True, None
-
-
-def _after_commit(job: Job, error: Exception) -> Exception:
-    """Return the error for a failure after the commit."""
-    # Raised on all ranks alike, as any error of a save.
-    if isinstance(error, Warning):
-        return CheckpointError(
-            f"{error} This is a warning, which is raised because warnings are errors "
-            "in this process: the save itself has succeeded, and training can go on."
-        )
-    return CheckpointError(
-        f"The checkpoint {job.path} was committed and is whole, but what comes after "
-        f"failed ({error}): older ones may still be there, and a power cut may undo "
-        "the commit. load of the directory reads the new one, and the next save "
-        "removes the rest."
-    )
+    except Exception as error:
+        # Raised on all ranks alike, as any error of a save; also a warning, if they are
+        # errors in this process.
+        raise CheckpointError(
+            f"The checkpoint {job.path} was committed and is whole: the save itself "
+            "has succeeded, and training can go on. What comes after failed "
+            f"({error}): older ones may still be there, and a power cut may undo the "
+            "commit. load of the directory reads the new one, and the next save "
+            "removes the rest."
+        ) from error
 
 
 class SaveMemory:
@@ -337,13 +317,6 @@ class SaveMemory:
         self.buffer: Tensor | None = None
         self.is_used = True
         """Whether a thread still writes the values in the buffer."""
-
-    def reserve(self, nbytes: int, *, pinned: bool) -> Tensor:
-        """Return ``nbytes`` of the buffer, which grows if needed."""
-        if self.buffer is None or self.buffer.numel() < nbytes:
-            self.buffer = None
-            self.buffer = host_buffer(nbytes, pinned=pinned)
-        return self.buffer[:nbytes]
 
 
 _memories: weakref.WeakKeyDictionary[nn.Module, SaveMemory] = (
@@ -384,8 +357,11 @@ def snapshot(memory: SaveMemory, pieces: Sequence[Piece]) -> list[Piece]:
     tensors = [part for piece in pieces for part in piece.pieces()]
     devices = {part.device for part in tensors if part.device.type == "cuda"}
     nbytes = sum(part.nbytes for part in tensors)
-    buffer = memory.reserve(nbytes, pinned=bool(devices))
-    begin = 0
+    if memory.buffer is None or memory.buffer.numel() < nbytes:
+        # Freed first.
+        memory.buffer = None
+        memory.buffer = host_buffer(nbytes, pinned=bool(devices))
+    buffer, begin = memory.buffer, 0
     for tensor in tensors:
         end = begin + tensor.nbytes
         # Without an operator: dispatch takes longer than a small copy, and threads that
@@ -433,58 +409,47 @@ def async_save(
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank, for errors
     that are found before any file is written.
     """
-    meet_team(module, "async_save")
-    team = team_of(module)
+    team = team_of(module, "async_save")
     # The thread has a gloo group of its own, so the two threads' exchanges never mix.
-    behind = team_of(module, "asynchronous checkpoint")
+    behind = team
+    if team.group is not None:
+        group = team.group_of(team.ranks, "asynchronous checkpoint")
+        behind = Team(group, team.ranks)
     job = prepare(team, path, module, optim, extra, options)
-    error: Exception | None = None
     interrupt: BaseException | None = None
     memory = take_memory(module)
     try:
-        job.pieces = snapshot(memory, job.pieces)
-    except Exception as raised:
         # Not raised here, where only this rank would stop: the thread tells all ranks.
-        error = raised
+        with job.own:
+            job.pieces = snapshot(memory, job.pieces)
     except BaseException as raised:
         # Ctrl-C: the other ranks have begun, and their next save would wait.
         interrupt = raised
-        error = CheckpointError(f"async_save was interrupted ({raised!r}).")
+        job.own.error = CheckpointError(f"async_save was interrupted ({raised!r}).")
     future = SaveFuture(job.path)
     # As running, so that no caller can cancel it: the other ranks wait for this rank.
     future.set_running_or_notify_cancel()
     pending[team.ranks] = future
+
+    def write_behind() -> None:
+        failure: BaseException | None = None
+        try:
+            write(behind, job)
+        except BaseException as raised:
+            failure = raised
+        # Before the future ends, for which the next save waits, which reuses it.
+        memory.is_used = False
+        if failure is not None:
+            future.set_exception(failure)
+        else:
+            future.set_result(None)
+
     # Not a daemon thread: the interpreter waits at exit until all is written.
-    thread = threading.Thread(
-        target=_run,
-        args=(behind, job, error, future, memory),
-        name="composable_fsdp save",
-    )
+    thread = threading.Thread(target=write_behind, name="composable_fsdp save")
     try:
         thread.start()
     except RuntimeError:  # No thread is available; the other ranks have begun.
-        _run(behind, job, error, future, memory)
+        write_behind()
     if interrupt is not None:
         raise interrupt
     return future
-
-
-def _run(
-    team: Team,
-    job: Job,
-    error: Exception | None,
-    future: SaveFuture,
-    memory: SaveMemory,
-) -> None:
-    """Write and commit; free ``memory`` for the next save, then end ``future``."""
-    failure: BaseException | None = None
-    try:
-        write(team, job, error)
-    except BaseException as raised:
-        failure = raised
-    # Before the future ends, for which the next save waits, which reuses the memory.
-    memory.is_used = False
-    if failure is not None:
-        future.set_exception(failure)
-    else:
-        future.set_result(None)

@@ -41,7 +41,18 @@ def states_of(value: Any, where: str, depth: int = 0) -> Any:
     Collective: those of the objects' ``state_dict``.
     """
     if is_stateful(value):
-        _require_own_state(value, where)
+        # Its state dict may be plain tensors of a rank, which look like whole ones.
+        if isinstance(value, torch.optim.Optimizer):
+            raise TypeError(
+                f"{where} is an optimizer ({type(value).__name__}); its state is cut "
+                "over the ranks. Pass it as optim=..., or several as a list."
+            )
+        if isinstance(value, nn.Module) and units_in(value):
+            raise TypeError(
+                f"{where} is a sharded module ({type(value).__name__}); its parameters "
+                "are cut over the ranks. Save it by a save of its own, or pass a "
+                "module that holds both."
+            )
         return _without_counters(value.state_dict())
     if depth > _MAX_DEPTH or type(value) not in (dict, list, tuple):
         return value
@@ -74,22 +85,6 @@ def _as_given(state: Any, own: Any) -> Any:
     if isinstance(state, list) and isinstance(own, list) and len(state) == len(own):
         return list(map(_as_given, state, own))
     return state
-
-
-def _require_own_state(value: object, where: str) -> None:
-    """Raise TypeError for an object whose state is spread over ranks."""
-    # Its state dict may be plain tensors of a rank, which look like whole ones.
-    if isinstance(value, torch.optim.Optimizer):
-        raise TypeError(
-            f"{where} is an optimizer ({type(value).__name__}); its state is cut over "
-            "the ranks. Pass it as optim=..., or several as a list."
-        )
-    if isinstance(value, nn.Module) and units_in(value):
-        raise TypeError(
-            f"{where} is a sharded module ({type(value).__name__}); its parameters are "
-            "cut over the ranks. Save it by a save of its own, or pass a module that "
-            "holds both."
-        )
 
 
 @dataclass(slots=True)

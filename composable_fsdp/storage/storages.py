@@ -146,12 +146,7 @@ class FsspecStorage(Storage):
         try:
             # Imported at the first use of a URL: the package works without fsspec.
             import fsspec
-        except ImportError as error:
-            raise CheckpointError(
-                f"{scheme}:// needs fsspec, which is not installed. Run: pip install "
-                "fsspec s3fs, or call storage.register_storage with your own class."
-            ) from error
-        try:
+
             # Other ranks and jobs write, too: a list that was kept would be old.
             options = {"use_listings_cache": False}
             self._files: Any = fsspec.filesystem(scheme, **options)
@@ -159,8 +154,8 @@ class FsspecStorage(Storage):
             self._is_object_store = bool(getattr(self._files, "async_impl", False))
         except (ImportError, ValueError) as error:
             raise CheckpointError(
-                f"{scheme}:// cannot be opened: {error}. Install the package of the "
-                "scheme (s3fs for S3, gcsfs for gs://), or call "
+                f"{scheme}:// cannot be opened: {error}. Install fsspec and the "
+                "package of the scheme (s3fs for S3, gcsfs for gs://), or call "
                 f"storage.register_storage({scheme!r}, ..) with a class of your own."
             ) from error
 
@@ -218,34 +213,29 @@ class FsspecStorage(Storage):
 
 
 class _FsspecUpload(Upload):
-    """A file of fsspec, opened when the first bytes come."""
+    """A file of fsspec, opened when its size is known."""
 
     def __init__(self, files: Any, name: str) -> None:
         self._files, self._name = files, name
-        self._part = _PART
         self._file: Any = None
 
     def expect(self, nbytes: int) -> None:
         # A part waits in memory. In whole MiB, as some stores ask for multiples.
         needed = -(-nbytes // _MOST_PARTS)
-        self._part = max(_PART, -(-needed >> 20) << 20)
-
-    def _open(self) -> Any:
-        """Return the file; see ``write``."""
-        if self._file is None:
-            self._file = self._files.open(self._name, "wb", block_size=self._part)
-        return self._file
+        part = max(_PART, -(-needed >> 20) << 20)
+        with _as_os_error(self._name):
+            self._file = self._files.open(self._name, "wb", block_size=part)
 
     def write(self, data: memoryview) -> None:
         with _as_os_error(self._name):
             # A copy: a file of fsspec may keep the bytes until a part is full.
-            self._open().write(bytes(data))
+            self._file.write(bytes(data))
 
     def finish(self) -> None:
         """Close the file, at which an object store shows the object."""
         with _as_os_error(self._name):
             # The last part is sent here: its error comes before the marker.
-            self._open().close()
+            self._file.close()
 
     def discard(self) -> None:
         """Abort the upload, and remove the file of a file system without uploads."""

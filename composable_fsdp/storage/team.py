@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,26 +63,19 @@ pending: dict[tuple[int, ...], SaveFuture] = {}
 """The last asynchronous save, by the global ranks of the team."""
 
 
-class PendingOutcome(NamedTuple):
-    """The previous asynchronous save, as this rank knows it; no failure: a success."""
-
-    failure: str = ""
-    is_seen: bool = False
-
-
-def wait_for_pending(team: Team) -> PendingOutcome:
-    """Wait until no asynchronous save of these ranks is running; return the outcome."""
+def wait_for_pending(team: Team) -> str | None:
+    """Wait for the last asynchronous save; return an error, "" for one that is seen."""
     # Not ``pop``: the call may raise another error first, and a later one this failure.
     future = pending.get(team.ranks)
     seen = future is not None and future.is_seen
     # Waits; ``is_seen`` does not change.
     error = None if future is None else Future.exception(future)
     if future is None or error is None:
-        return PendingOutcome()
-    text = str(error.args[0]) if error.args else str(error)
+        return None
     # Some errors come after the commit, and say so.
+    text = error.args[0] if error.args else error
     told = f"The asynchronous save of {future.path} ended with an error. {text}"
-    return PendingOutcome(told, seen)
+    return "" if seen else told
 
 
 def _tell_unseen() -> None:
@@ -101,13 +94,27 @@ def _tell_unseen() -> None:
 atexit.register(_tell_unseen)
 
 
-def raise_unseen(team: Team, answers: list[PendingOutcome]) -> None:
+def raise_unseen(team: Team, answers: list[str | None]) -> None:
     """Raise the failure of the previous save once, if no rank has seen it."""
     pending.pop(team.ranks, None)
     # All ranks have the same ``answers``, so all ranks decide alike.
-    failures = [each.failure for each in answers if each.failure]
-    if failures and not any(each.is_seen for each in answers):
+    failures = [each for each in answers if each is not None]
+    if failures and all(failures):
         raise CheckpointError(f"{failures[0]} This call did nothing; repeat it.")
+
+
+class FirstError:
+    """Keeps the first error of its blocks, which this rank tells the others later."""
+
+    error: Exception | None = None
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> bool:
+        # Raised here, the other ranks would wait in the exchange for this rank.
+        if isinstance(error, Exception):
+            self.error = self.error or error
+        return isinstance(error, Exception)
 
 
 class Team:
@@ -121,6 +128,16 @@ class Team:
         self.group, self.ranks = group, ranks
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
+
+    def group_of(self, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup:
+        """Return a gloo group of several of the ranks, with the time-out of the team's.
+
+        Collective: creates the group at the first call; other ranks need not call.
+        """
+        assert self.group is not None
+        found = private_group(ranks, purpose, group_timeout(self.group))
+        assert found is not None
+        return found
 
     def agree(self, error: Exception | None, value: Any = None) -> list[Any]:
         """Return every rank's ``value`` in rank order, if no rank has an ``error``.
@@ -149,7 +166,19 @@ class Team:
 
     def failure_of(self, error: Exception | None) -> Failure | None:
         """Return the failure of this rank, as other ranks receive the failure."""
-        return Failure.of(_accessed(error), self.ranks[self.rank])
+        if isinstance(error, MemoryError):
+            error = CheckpointError(
+                "this process has no more memory for the checkpoint. Nothing was "
+                "changed; free memory, or use more ranks."
+            )
+        elif isinstance(error, OSError):
+            # The reason and the file, without the error number that ``str`` adds.
+            told = f"{error.strerror or error}"
+            name = f" ({error.filename})" if error.filename else ""
+            error = CheckpointError(
+                f"the checkpoint could not be accessed: {told}{name}."
+            )
+        return Failure.of(error, self.ranks[self.rank])
 
     def from_first(
         self, failures: Sequence[Failure | None], own: Exception | None
@@ -202,49 +231,6 @@ def _exchange(own: Exception | None) -> Iterator[None]:
         ) from error
 
 
-def _accessed(error: Exception | None) -> Exception | None:
-    """Return ``error``; an OSError is replaced by a CheckpointError that names it."""
-    if isinstance(error, MemoryError):
-        return CheckpointError(
-            "this process has no more memory for the checkpoint. Nothing was changed; "
-            "free memory, or use more ranks."
-        )
-    if not isinstance(error, OSError):
-        return error
-    # The reason and the file, without the error number that ``str`` adds.
-    name = f" ({error.filename})" if error.filename else ""
-    return CheckpointError(
-        f"the checkpoint could not be accessed: {error.strerror or error}{name}."
-    )
-
-
-def meet_team(module: object, what: str) -> None:
-    """Wait until all ranks of the module's mesh call ``what``, before any is sent.
-
-    Collective: none, as ``meet``.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        return
-    wrong = TypeError(f"expected a module, got a {type(module).__name__}.")
-    is_module = isinstance(module, nn.Module)
-    way_out = f"Call {what} on every rank, outside of any 'if rank == 0'."
-    if not is_module:
-        way_out = f"This call will raise in any case: {wrong}"
-    # Groups in the store: a rank that is alone would wait to create the team's own. The
-    # ranks of a smaller mesh know only their rows and columns, which meet in turn.
-    layouts, others, is_world = _meshes(module)
-    pairs = chain.from_iterable((each.shard, each.replicate) for each in layouts)
-    groups = [dist.group.WORLD] if is_world else [*pairs, *others]
-    several = [group for group in groups if group is not None and group.size() > 1]
-    try:
-        meet(dict.fromkeys(several), Call(what, way_out=way_out))
-    except DesyncError as error:
-        # To a rank without a module the others may never come.
-        if is_module:
-            raise
-        raise wrong from error
-
-
 def _meshes(module: object) -> tuple[list[Any], list[dist.ProcessGroup], bool]:
     """Return the meshes of units, the groups of DTensors, and whether all ranks do."""
     if not isinstance(module, nn.Module):
@@ -268,8 +254,10 @@ def _meshes(module: object) -> tuple[list[Any], list[dist.ProcessGroup], bool]:
     return layouts, others, is_world
 
 
-def team_of(module: object, purpose: str = "checkpoint") -> Team:
-    """Return all ranks over whose meshes ``module`` is sharded; else all ranks.
+def team_of(module: object, what: str, purpose: str = "checkpoint") -> Team:
+    """Return all ranks over whose meshes ``module`` is sharded, which call ``what``.
+
+    Waits until all of them call, before any is sent; all ranks for a plain module.
 
     Collective: for each mesh that has a replicate group and does not hold all ranks, an
     all-gather of objects over the shard group, and over each dim of the meshes of
@@ -279,8 +267,29 @@ def team_of(module: object, purpose: str = "checkpoint") -> Team:
     if not dist.is_available() or not dist.is_initialized():
         return Team(None)
     layouts, others, is_world = _meshes(module)
-    ranks = set(range(dist.get_world_size())) if is_world else set[int]()
-    for layout in () if is_world else layouts:
+    # Groups in the store: a rank that is alone would wait to create the team's own. The
+    # ranks of a smaller mesh know only their rows and columns, which meet in turn.
+    pairs = chain.from_iterable((each.shard, each.replicate) for each in layouts)
+    groups = [dist.group.WORLD] if is_world else [*pairs, *others]
+    several = [group for group in groups if group is not None and group.size() > 1]
+    way_out = f"Call {what} on every rank, outside of any 'if rank == 0'."
+    wrong: TypeError | None = None
+    if not isinstance(module, nn.Module):
+        wrong = TypeError(f"expected a module, got a {type(module).__name__}.")
+        way_out = f"This call will raise in any case: {wrong}"
+    try:
+        meet(dict.fromkeys(several), Call(what, way_out=way_out))
+    except DesyncError as error:
+        # To a rank without a module the others may never come.
+        if wrong is None:
+            raise
+        raise wrong from error
+    # A rank that is lost must not be waited for longer here than in training.
+    timeout = min((group_timeout(each.shard) for each in layouts), default=None)
+    ranks = set[int]()
+    if is_world:
+        ranks, layouts = set(range(dist.get_world_size())), []
+    for layout in layouts:
         # Together, the replicate groups of all ranks in the shard group are the mesh.
         rows = [ranks_of(layout.shard)]
         if layout.replicate is not None:
@@ -292,9 +301,6 @@ def team_of(module: object, purpose: str = "checkpoint") -> Team:
         for group in others:
             ranks.update(*collectives.all_gather_object(sorted(ranks), group))
     members = tuple(sorted(ranks))
-    # A rank that is lost must not be waited for longer here than in training.
-    limits = [group_timeout(layout.shard) for layout in layouts]
-    timeout = min(limits) if limits else None
     return Team(private_group(members, purpose, timeout), members)
 
 
@@ -341,10 +347,8 @@ class SharedReads:
                 reads += copies
                 continue
             group = team.group
-            if ranks != team.ranks:
-                limit = group_timeout(team.group)
-                group = private_group(ranks, "shared reads", limit)
-            assert group is not None
+            if group is None or ranks != team.ranks:
+                group = team.group_of(ranks, "shared reads")
             parts = _divided(copies, len(ranks))
             reads += parts[group.rank()]
             for reader, part in enumerate(parts):

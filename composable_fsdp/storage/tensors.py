@@ -20,16 +20,14 @@ from torch import Tensor, nn
 from composable_fsdp.errors import CheckpointError, PlanError
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.own_state_dict import is_wrapper
+from composable_fsdp.optim.own_state_dict import is_wrapper as is_wrapper
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.dtensors import (
-    is_dtensor,
-    local_of,
-    refuse_cuts,
-    whole_of,
-)
+from composable_fsdp.planning.dtensors import is_dtensor as is_dtensor
+from composable_fsdp.planning.dtensors import local_of as local_of
+from composable_fsdp.planning.dtensors import refuse_cuts, whole_of
 from composable_fsdp.planning.layout import Whole
 from composable_fsdp.storage.manifest import Rectangle, Span
+from composable_fsdp.storage.writer import require_memory
 
 Groups = Sequence[dist.ProcessGroup]
 
@@ -84,12 +82,6 @@ def copies_of(others: Groups, groups: Groups) -> list[tuple[int, ...]]:
 def is_first_copy(others: Groups, groups: Groups) -> bool:
     """Return whether this rank is the first of those that hold copies."""
     return all(ranks[0] == dist.get_rank() for ranks in copies_of(others, groups))
-
-
-def is_first_part(ref: ParamRef) -> bool:
-    """Return whether this rank is the first of the ranks that divide a parameter."""
-    is_first = ref.handle.groups.rank == 0
-    return is_first and all(group.rank() == 0 for group in ref.form.cut_over)
 
 
 def span_of(place: Whole | None, shape: Sequence[int], start: int, stop: int) -> Span:
@@ -203,24 +195,6 @@ def _has_no_memory(tensor: Tensor) -> bool:
             return True
 
 
-def require_memory(tensor: Tensor, name: str, what: str) -> None:
-    """Raise CheckpointError for a dense tensor whose storage was resized."""
-    numel = tensor.numel()
-    if tensor.is_meta or not numel:
-        return
-    # For any strides: none is negative.
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum((size - 1) * step for size, step in pairs)
-    nbytes = tensor.untyped_storage().nbytes()
-    # A read behind the end, or of no address, would end the process by a signal.
-    if nbytes <= last * tensor.element_size():
-        raise CheckpointError(
-            f"{quoted(name)} has {numel} elements, and its storage was resized to "
-            f"{nbytes} bytes; {what} expects tensors with memory, and did nothing. "
-            "Resize the storage and set the values, or leave the tensor out."
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class HeldWrapper:
     """A tensor of a module that wraps others; ``tensor`` is the wrapper itself."""
@@ -238,9 +212,15 @@ def opened(
     if not is_wrapper(tensor):
         yield name, tensor
         return
-    found.append(HeldWrapper(name, tensor, _facts_of(tensor)))
     given: Any = tensor
-    for key in given.__tensor_flatten__()[0]:
+    keys, context = given.__tensor_flatten__()
+    # The address of an object is another one in each process. Without the module:
+    # libraries move classes from release to release.
+    context = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(context))
+    kind, shape = type(tensor).__qualname__, tuple(tensor.shape)
+    facts = f"{kind} {shape} of {tensor.dtype}, {context}"
+    found.append(HeldWrapper(name, tensor, facts))
+    for key in keys:
         inner = getattr(given, key)
         # A load would fill a tensor that the wrapper forgets.
         if inner is not getattr(given, key):
@@ -251,17 +231,6 @@ def opened(
             )
         # A tensor in a wrapper may be a wrapper again.
         yield from opened(inner, f"{name}.{key}", what, found)
-
-
-def _facts_of(wrapper: Tensor) -> str:
-    """Return the facts of a wrapper that its inner tensors do not tell, as text."""
-    given: Any = wrapper
-    context = repr(given.__tensor_flatten__()[1])
-    # The address of an object is another one in each process.
-    context = re.sub(r" at 0x[0-9a-fA-F]+", "", context)
-    # Without the module: libraries move classes from release to release.
-    kind, shape = type(wrapper).__qualname__, tuple(wrapper.shape)
-    return f"{kind} {shape} of {wrapper.dtype}, {context}"
 
 
 def kind_of(tensor: Tensor) -> str:

@@ -18,7 +18,6 @@ from composable_fsdp.storage.manifest import (
     Local,
     MalformedError,
     Manifest,
-    Rectangle,
     SavedTensor,
     Span,
     Stored,
@@ -271,7 +270,7 @@ def _all_entries(manifest: Manifest) -> Iterator[tuple[int, Entry]]:
                 yield at.file, Entry(at.begin, end, size, name, state, span)
     for i, each in enumerate(manifest.loose):
         size, at, shape = each.dtype.itemsize, each.at, each.shape
-        span = Span(0, each.numel, Rectangle(shape, (0,) * len(shape), shape))
+        span = Span(0, each.numel, Span(0, 0).within(shape))
         name = f"loose tensor {i} (extra, random states)"
         end = at.begin + each.numel * size
         yield at.file, Entry(at.begin, end, size, name, None, span)
@@ -307,3 +306,17 @@ def entries_by_file(manifest: Manifest) -> list[list[Entry]]:
             told = f"in {each.name}, {last.what} ends at byte {end} of {size} bytes"
             raise MalformedError(f"{told} of payload")
     return found
+
+
+def told_of(manifest: Manifest, file: int, begin: int, end: int) -> str:
+    """Return the names of the tensors in some bytes of a file, with boxes."""
+    found = []
+    for entry in entries_by_file(manifest)[file]:
+        low, high = max(begin, entry.begin), min(end, entry.end)
+        if low < high:
+            size, (begins, _, box) = entry.itemsize, entry.span
+            # Round outwards: an element counts if any byte is in the interval.
+            start = begins + (low - entry.begin) // size
+            stop = begins - (entry.begin - high) // size
+            found.append(f"{entry.of} {Span(start, stop, box).told(())}")
+    return listed(found) or "nothing"

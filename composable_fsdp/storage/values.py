@@ -20,7 +20,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from math import prod
 from typing import Any
@@ -30,8 +30,7 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.manifest import DAMAGED, DTYPES, dtype_name, excerpt
-from composable_fsdp.storage.tensors import require_memory
-from composable_fsdp.storage.writer import bytes_of
+from composable_fsdp.storage.writer import bytes_of, require_memory
 
 Put = Callable[[Tensor, str], int]
 """A function that stores a tensor, given its path, and returns the tensor's number."""
@@ -108,9 +107,12 @@ def _dict(value: dict[Any, Any], where: str, inner: Callable[[Any, str], Any]) -
             )
         pairs.append([inner(key, where), inner(item, f"{where}[{key!r}]")])
     # JSON turns other keys into strings, and a reader would take "$.." for a mark.
-    if all(isinstance(name, str) and not name.startswith("$") for name, _ in pairs):
-        return dict(pairs)
-    return {"$map": pairs}
+    return dict(pairs) if _is_plain(name for name, _ in pairs) else {"$map": pairs}
+
+
+def _is_plain(names: Iterable[Any]) -> bool:
+    """Return whether a dict with these keys is written as it is."""
+    return all(isinstance(key, str) and not key.startswith("$") for key in names)
 
 
 def _tensor(value: Tensor, where: str, put: Put, *, python_values: bool) -> Any:
@@ -197,7 +199,10 @@ def _marked(mark: str, inner: Any, where: str, get: Get, depth: int) -> Any:
         case "$tuple", list():
             return tuple(decode(each, where, get, depth) for each in inner)
         case "$map", list():
-            return _pairs([decode(each, where, get, depth) for each in inner])
+            made = dict(pairs := [decode(each, where, get, depth) for each in inner])
+            # Of two equal keys, one of the values would be ignored.
+            if len(made) == len(pairs) and not _is_plain(made):
+                return made
         case "$number", [str(), number]:
             return _number(DTYPES[inner[0]], decode(number, where, get, depth))
         case "$bytes", _:
@@ -212,16 +217,6 @@ def _marked(mark: str, inner: Any, where: str, get: Get, depth: int) -> Any:
             if digits and len(digits) == 2 * dtype.itemsize:
                 return sys.modules["numpy"].frombuffer(bytes.fromhex(digits), dtype)[0]
     raise ValueError
-
-
-def _pairs(pairs: list[Any]) -> dict[Any, Any]:
-    """Return the dict of pairs."""
-    made = dict(pairs)
-    is_plain = all(isinstance(key, str) and not key.startswith("$") for key in made)
-    # Of two equal keys, one of the values would be ignored.
-    if len(made) != len(pairs) or is_plain:
-        raise ValueError
-    return made
 
 
 def _number(dtype: torch.dtype, number: Any) -> Tensor:

@@ -17,15 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import quoted
 from composable_fsdp.storage.directory import named_errors
 from composable_fsdp.storage.manifest import BLOCK, CODES, File
+from composable_fsdp.storage.source import TensorInfo
 from composable_fsdp.storage.storages import Upload, is_url, split, storage_of
 
 
@@ -46,6 +47,11 @@ def paused_collection() -> Iterator[None]:
 _ALIGNMENT = 64
 
 
+def _cudart() -> Any:
+    """Return torch's binding of the CUDA runtime."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no type
+
+
 class _PinnedMap(mmap.mmap):
     """Mapped memory that CUDA knows; no longer, before the memory is unmapped."""
 
@@ -64,41 +70,22 @@ def host_buffer(nbytes: int, *, pinned: bool = False) -> Tensor:
     # pages of 4 KiB: to find those of 2 MiB took three times as long as the load.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     buffer = _PinnedMap(-1, max(nbytes, 1), flags=flags)
-    # torch's own pinned memory is rounded up to a power of two.
     if pinned:
-        _pin(buffer)
+        # torch's own pinned memory is rounded up to a power of two.
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        # 1: pinned for all devices of the process.
+        code = int(_cudart().cudaHostRegister(address, len(buffer), 1))
+        if code:
+            # Copies to pageable memory have the same values, and take longer.
+            warnings.warn(
+                f"CUDA refused to pin {len(buffer)} bytes of host memory (error "
+                f"{code}): async_save copies more slowly. Free host memory, or raise "
+                "the limit of locked memory (ulimit -l).",
+                stacklevel=2,
+            )
+        else:
+            buffer.address = address
     return torch.frombuffer(buffer, dtype=torch.uint8)[:nbytes]
-
-
-def _pin(buffer: _PinnedMap) -> None:
-    """Register the memory with CUDA until the memory is freed; warn if refused."""
-    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    # 1: pinned for all devices of the process.
-    code = int(_cudart().cudaHostRegister(address, len(buffer), 1))
-    if code:
-        # Copies to pageable memory have the same values, and the call takes longer.
-        warnings.warn(
-            f"CUDA refused to pin {len(buffer)} bytes of host memory (error {code}): "
-            "async_save copies more slowly. Free host memory, or raise the limit of "
-            "locked memory (ulimit -l).",
-            stacklevel=2,
-        )
-        return
-    buffer.address = address
-
-
-def _cudart() -> Any:
-    """Return torch's binding of the CUDA runtime."""
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no type
-
-
-def parts_of(buffer: Tensor, sizes: list[int]) -> list[Tensor]:
-    """Return a part of ``buffer`` per size in bytes, each aligned for every dtype."""
-    parts, at = [], 0
-    for size in sizes:
-        parts.append(buffer[at : at + size])
-        at += aligned(size)
-    return parts
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -106,13 +93,6 @@ def is_plain(tensor: Tensor) -> bool:
     on_host = tensor.device.type == "cpu" and tensor.is_contiguous()
     # Lazily conjugated or negated tensors hold other values than they represent.
     return on_host and not tensor.is_conj() and not tensor.is_neg()
-
-
-def note_write(tensor: Tensor) -> None:
-    """Tell autograd that the memory was changed without an operator of torch."""
-    # A tensor saved for backward before the load no longer has the saved values.
-    if not tensor.is_inference():
-        increment_version(tensor)
 
 
 def aligned(nbytes: int) -> int:
@@ -132,126 +112,109 @@ def cpus_per_rank() -> int:
     return max(1, cpus // (ranks or (dist.get_world_size() if there else 1)))
 
 
-ALIGNMENT = 64
-"""The payload begins at a multiple of this many bytes, for readers that map files."""
-
-
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(TensorInfo):
     """An entry to write: a key, and a function that yields the elements."""
 
     key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     # Called when the entry is written: host memory holds a single tensor of an entry.
     pieces: Callable[[], Iterable[Tensor]]
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes of the elements."""
-        return prod(self.shape) * self.dtype.itemsize
 
 
 def of_tensor(key: str, tensor: Tensor) -> Piece:
     """Return the piece of a whole tensor."""
-    return Piece(key, tensor.dtype, tuple(tensor.shape), lambda: [tensor.detach()])
+    return Piece(tensor.dtype, tuple(tensor.shape), key, lambda: [tensor.detach()])
 
 
-def in_order(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the pieces in file order: large elements first, so entries are aligned."""
-    # Sizes are powers of 2, so that entries begin at a multiple. The sort is stable.
-    return sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
-
-
-def places_of(pieces: Sequence[Piece]) -> dict[str, int]:
-    """Return the first payload byte of each entry, by key."""
+def header_of(
+    entries: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
+    """Return a file's header, and in file order each entry's first payload byte."""
+    # The metadata of files that the safetensors library writes for torch.
+    table: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     begins, end = {}, 0
-    for piece in pieces:
-        begins[piece.key] = end
-        end += piece.nbytes
-    return begins
+    # Sizes of elements are powers of 2: with large ones first, all entries are aligned.
+    for key, each in sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize):
+        begins[key], end = end, end + each.nbytes
+        table[key] = {
+            "dtype": CODES[each.dtype],
+            "shape": each.shape,
+            "data_offsets": [begins[key], end],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    # The format allows spaces after the JSON. Readers that map files need alignment.
+    text += b" " * (aligned(8 + len(text)) - 8 - len(text))
+    return len(text).to_bytes(8, "little") + text, begins
 
 
-def write_file(path: str, pieces: Sequence[Piece], block: int = BLOCK) -> File:
-    """Write ``pieces`` as a new file; on return, the file is on the disk."""
-    header = _header(pieces)
+def write_file(
+    path: str, pieces: Sequence[Piece], block: int = BLOCK
+) -> tuple[File, dict[str, int]]:
+    """Write a new file, which is then on the disk; return also the places, by key."""
+    by_key = {piece.key: piece for piece in pieces}
+    header, begins = header_of(by_key)
     total = sum(piece.nbytes for piece in pieces)
     done, crc, blocks = 0, 0, list[int]()
-    with _new_file(path, total) as out:
+    out: Upload
+    if is_url(path):
+        storage, name = storage_of(path)
+        out = storage.create(name)
+    else:
+        out = NewFile(path)
+    try:
+        out.expect(total)
         out.write(memoryview(header))
-        for piece in pieces:
-            end = done + piece.nbytes
-            for part in piece.pieces():
+        for key in begins:
+            end = done + by_key[key].nbytes
+            for part in by_key[key].pieces():
                 host = in_host_memory(part)
                 data = bytes_of(host)
-                while len(data):
-                    # Block by block: the sum reads what the write left in the cache.
-                    now = data[: block - done % block]
-                    out.write(now)
-                    crc = zlib.crc32(now, crc)
-                    done += len(now)
-                    data = data[len(now) :]
-                    if done % block == 0:
-                        blocks.append(crc)
-                        crc = 0
-            assert done == end, f"{piece.key} has another size than its shape"
+                for at in range(0, len(data), _STEP):
+                    # The sums read what the write left in the cache.
+                    left = data[at : at + _STEP]
+                    out.write(left)
+                    while len(left):
+                        now = left[: block - done % block]
+                        crc = zlib.crc32(now, crc)
+                        done += len(now)
+                        left = left[len(now) :]
+                        if done % block == 0:
+                            blocks.append(crc)
+                            crc = 0
+            assert done == end, f"{key} has another size than its shape"
         out.finish()
-    if done % block:
-        blocks.append(crc)
-    return File(
-        name=split(path)[1],
-        header_nbytes=len(header),
-        header_crc32=zlib.crc32(header),
-        payload_nbytes=total,
-        blocks=tuple(blocks),
-    )
-
-
-def _header(pieces: Sequence[Piece]) -> bytes:
-    """Return the length and the JSON of the header, padded to ``ALIGNMENT``."""
-    # The metadata of files that the safetensors library writes for torch.
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for piece in pieces:
-        begin, end = end, end + piece.nbytes
-        table[piece.key] = {
-            "dtype": CODES[piece.dtype],
-            "shape": list(piece.shape),
-            "data_offsets": [begin, end],
-        }
-    return header_bytes(table, ALIGNMENT)
-
-
-def header_bytes(table: Mapping[str, object], alignment: int) -> bytes:
-    """Return the length and the JSON of ``table``, padded to ``alignment`` bytes."""
-    text = json.dumps(table, separators=(",", ":")).encode()
-    # The format allows spaces after the JSON.
-    text += b" " * (-(8 + len(text)) % alignment)
-    return len(text).to_bytes(8, "little") + text
-
-
-@contextmanager
-def _new_file(path: str, nbytes: int) -> Iterator[NewFile | Upload]:
-    """Yield a new file to write, at a path or URL, for about ``nbytes``."""
-    if not is_url(path):
-        with NewFile(path) as file:
-            yield file
-        return
-    storage, name = storage_of(path)
-    upload = storage.create(name)
-    upload.expect(nbytes)
-    try:
-        yield upload
     except BaseException:
         # An upload that is left alone is kept, and paid for, by an object store.
-        upload.discard()
+        out.discard()
         raise
+    if done % block:
+        blocks.append(crc)
+    name, size = split(path)[1], len(header)
+    return File(name, size, zlib.crc32(header), total, tuple(blocks)), begins
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:
     """Return ``tensor`` on the CPU, with the elements in memory in row-major order."""
     # Lazily conjugated or negated tensors hold other values than they represent.
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+
+
+def require_memory(tensor: Tensor, name: str, what: str) -> None:
+    """Raise CheckpointError for a dense tensor whose storage was resized."""
+    numel = tensor.numel()
+    if tensor.is_meta or not numel:
+        return
+    # For any strides: none is negative.
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * step for size, step in pairs)
+    nbytes = tensor.untyped_storage().nbytes()
+    # A read behind the end, or of no address, would end the process by a signal.
+    if nbytes <= last * tensor.element_size():
+        raise CheckpointError(
+            f"{quoted(name)} has {numel} elements, and its storage was resized to "
+            f"{nbytes} bytes; {what} expects tensors with memory, and did nothing. "
+            "Resize the storage and set the values, or leave the tensor out."
+        )
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -264,7 +227,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 BUFFER = 4 << 20
-"""The bytes of a write, and of what goes to the disk at a time."""
+"""The bytes of a write of small data, and of what goes to the disk at a time."""
+_LARGE, _STEP = 1 << 18, 1 << 20
+"""The bytes that are written without a copy, and that are written at a time."""
 _BEHIND = 8 * BUFFER
 """The most bytes in the page cache that are not on the disk yet."""
 _START, _FINISH = 2, 7
@@ -283,8 +248,8 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
     return found
 
 
-class NewFile:
-    """A new file, written from beginning to end."""
+class NewFile(Upload):
+    """A new file of a local directory."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -298,10 +263,11 @@ class NewFile:
 
     def write(self, data: memoryview) -> None:
         """Append ``data``; small data wait for more. Raises: OSError."""
-        # Large data need no copy.
-        if len(self._waiting) + len(data) >= BUFFER:
+        # To copy large data would take longer than a call.
+        is_large = len(data) >= _LARGE
+        if is_large or len(self._waiting) + len(data) >= BUFFER:
             self._flush()
-        if len(data) >= BUFFER:
+        if is_large:
             self._write_out(data)
         else:
             self._waiting += data
@@ -311,17 +277,14 @@ class NewFile:
         self._flush()
         with named_errors(self._path):
             os.fsync(self._file)
+            file, self._file = self._file, -1
+            os.close(file)
 
-    def close(self) -> None:
+    def discard(self) -> None:
         """Close the file; bytes that wait are lost."""
-        with named_errors(self._path):
-            os.close(self._file)
-
-    def __enter__(self) -> NewFile:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        if self._file >= 0:
+            with suppress(OSError):
+                os.close(self._file)
 
     def _flush(self) -> None:
         """Write what waits."""

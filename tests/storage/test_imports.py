@@ -16,10 +16,8 @@ OTHERS: dict[str, set[str]] = {
     # The seam to modules: which units and tensors there are, and that no step runs.
     "contents": {
         "compose.registry",
-        "optim.own_state_dict",
         "optim.scalars",
         "planning",
-        "planning.dtensors",
         "runtime.recover",
         "tree.state",
     },
@@ -39,16 +37,12 @@ OTHERS: dict[str, set[str]] = {
     "load_optim": {
         "optim.keys",
         "optim.original_view",
-        "optim.own_state_dict",
         "optim.scalars",
         "optim.state_dict_hooks",
-        "planning.dtensors",
     },
     "formats.nested": {"optim.scalars"},
     # Pure functions of numbers and tensors.
-    "native": {"planning.boxes"},
-    "formats.dcp_read": {"planning.boxes"},
-    "formats.files": {"planning.boxes"},
+    "manifest": {"planning.boxes"},
     "same_on_ranks": {"flat.value_hash"},
     # Sizes of regions, of which replicas write shares.
     "save_parts": {"planning.layout"},

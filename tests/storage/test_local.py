@@ -113,7 +113,7 @@ def all_of(pair: Pair) -> Any:
 
 @pytest.mark.req("K-01", "U-07")
 @pytest.mark.parametrize("how", ["save", "async", "shapes"])
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 def test_the_values_of_a_rank_come_back_to_it(
     world: World, tmp_path: Path, how: str
 ) -> None:
@@ -202,8 +202,8 @@ def test_another_local_on_a_rank_is_told_as_such(
     first, second = ranks(2).run(otherwise, tmp_path)
 
     for text in first:
-        assert "is in local=[..] on rank 1 and not on rank 0" in text
-        assert "Pass the same local on every rank" in text
+        assert "by local=[..], is not the same on all ranks: once on rank 0" in text
+        assert "pass the same local on every rank" in text
     assert second == first
     assert not (tmp_path / "a").exists()
 
@@ -214,13 +214,14 @@ def save_mixture(world: World, folder: Path) -> Any:
     return all_of(pair)
 
 
-def load_elsewhere(world: World, folder: Path, local: Any) -> tuple[str, Any, Any]:
-    pair = trained(world, 1)
-    before = all_of(pair)
-    text = message_of(
-        lambda: load(folder / "a", *pair, options=LoadOptions(local=local))
-    )
-    return text, before, all_of(pair)
+def load_elsewhere(world: World, folder: Path) -> list[tuple[str, Any, Any]]:
+    """Untold, and told so: the error, and what there was before and after."""
+    pair, found = trained(world, 1), []
+    for local in (None, "experts.*"):
+        options, before = LoadOptions(local=local), all_of(pair)
+        text = message_of(partial(load, folder / "a", *pair, options=options))
+        found.append((text, before, all_of(pair)))
+    return found
 
 
 @pytest.mark.req("K-01", "U-07")
@@ -231,8 +232,7 @@ def test_at_another_world_size_ranks_get_theirs_or_keep_their_own(
     """Only if told so; otherwise the error names them, and nothing is loaded."""
     saved = ranks(saving).run(save_mixture, tmp_path)
 
-    untold = ranks(loading).run(load_elsewhere, tmp_path, None)
-    told = ranks(loading).run(load_elsewhere, tmp_path, "experts.*")
+    untold, told = zip(*ranks(loading).run(load_elsewhere, tmp_path), strict=True)
 
     for text, before, after in untold:
         assert "'experts.own._extra_state', 'experts.own.down.bias'" in text

@@ -155,12 +155,12 @@ def written(path: Path, size: int) -> tuple[bytes, bytes]:
     """What was written in uneven parts, and what is in the file."""
     rng = random.Random(size)
     data, at = rng.randbytes(size), 0
-    with NewFile(str(path)) as file:
-        while at < size:
-            count = rng.choice((1, 8, 5000, writer.BUFFER, 3 * writer.BUFFER))
-            file.write(memoryview(data)[at : at + count])
-            at += count
-        file.finish()
+    file = NewFile(str(path))
+    while at < size:
+        count = rng.choice((1, 8, 5000, 1 << 18, writer.BUFFER, 3 * writer.BUFFER))
+        file.write(memoryview(data)[at : at + count])
+        at += count
+    file.finish()
     return data, path.read_bytes()
 
 

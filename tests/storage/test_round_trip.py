@@ -52,6 +52,12 @@ def save_trained(
     return saved, step(model, optimizer, 2)
 
 
+def load_in_each_form(
+    world: World, folder: Path, forms: list[State]
+) -> list[tuple[State, float, bool]]:
+    return [load_and_go_on(world, folder, "composable", each) for each in forms]
+
+
 def load_and_go_on(
     world: World, folder: Path, path: str, options: State
 ) -> tuple[State, float, bool]:
@@ -79,7 +85,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_any_number(
     other = {"composable": "wrapper", "wrapper": "composable"}[path]
 
     results = [plain_world(tmp_path)]
-    for world_size in (1, 2, 3, 4):
+    for world_size in (1, 3, 4):
         results += ranks(world_size).run(load_and_go_on, tmp_path, other, {})
 
     assert verify(tmp_path)
@@ -101,10 +107,8 @@ def test_parameters_of_a_single_rank_resume_in_shards_of_any_block(
         {"block": Block.ELEMENT},
         {"wire": Int8Wire()},
     ]
-    for options in forms:
-        found = ranks(2).run(load_and_go_on, tmp_path, "composable", options)
-
-        for loaded, next_loss, rest in found:
+    for found in ranks(2).run(load_in_each_form, tmp_path, forms):
+        for (loaded, next_loss, rest), options in zip(found, forms, strict=True):
             assert same(loaded, saved)
             near = 0.05 if "wire" in options else 1e-6
             assert next_loss == pytest.approx(loss, rel=near)
@@ -125,22 +129,30 @@ OPTIONS: dict[str, State] = {
 }
 
 
-@pytest.mark.few
+def each_strategy(world: World, folder: Path) -> dict[str, State]:
+    """Save and load with each of ``OPTIONS``; what was saved."""
+    found = {}
+    for name, options in OPTIONS.items():
+        saved, _ = save_trained(world, folder / name, "composable", options)
+        loaded, _, rest = load_and_go_on(world, folder / name, "wrapper", options)
+        assert same(loaded, saved), name
+        assert rest
+        found[name] = saved
+    return found
+
+
 @pytest.mark.req("S3-06")
-@pytest.mark.parametrize("name", OPTIONS)
 def test_every_strategy_saves_what_the_plain_model_loads(
-    ranks: RankCount, name: str, tmp_path: Path
+    ranks: RankCount, tmp_path: Path
 ) -> None:
     """Shards in the parameters' own dtype; each rank writes about the same bytes."""
-    saved, _ = ranks(2).run(save_trained, tmp_path, "composable", OPTIONS[name])[0]
-
-    again = ranks(2).run(load_and_go_on, tmp_path, "wrapper", OPTIONS[name])
-
-    for loaded, _, rest in [*again, plain_world(tmp_path)]:
+    for name, saved in ranks(2).run(each_strategy, tmp_path)[0].items():
+        loaded, _, rest = plain_world(tmp_path / name)
         assert same(loaded, saved)
         assert rest
-    sizes = [file.stat().st_size for file in tmp_path.glob("step-2/*.safetensors")]
-    assert max(sizes) < 1.2 * min(sizes)
+        files = (tmp_path / name / "step-2").glob("*.safetensors")
+        sizes = [file.stat().st_size for file in files]
+        assert max(sizes) < 1.2 * min(sizes)
 
 
 def check_few_elements(world: World, folder: Path) -> bool:

@@ -19,7 +19,7 @@ from torch import nn
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.operations import Operation, begin
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.storage.team import Team, meet_team, team_of
+from composable_fsdp.storage.team import Team, team_of
 
 T = TypeVar("T")
 
@@ -68,8 +68,8 @@ def even_batches(
             f"even_batches expects a policy of {', '.join(get_args(Policy))}, got "
             f"{policy!r}."
         )
-    meet_team(module, f"even_batches(policy={policy!r})")
-    return _turns(_Source(loader, team_of(module, "even batches")), policy)
+    team = team_of(module, f"even_batches(policy={policy!r})", "even batches")
+    return _turns(_Source(loader, team), policy)
 
 
 def _turns(source: _Source[T], policy: Policy) -> Iterator[tuple[T, float]]:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.storage.directory import (
     inner_file,
     read_document,
@@ -33,7 +32,7 @@ from composable_fsdp.storage.formats.files import (
     require_uncompressed,
 )
 from composable_fsdp.storage.formats.nested import NestedSource
-from composable_fsdp.storage.manifest import LARGEST
+from composable_fsdp.storage.manifest import LARGEST, Span
 from composable_fsdp.storage.source import LazyTensor, TensorInfo
 
 METADATA = ".metadata"
@@ -89,7 +88,12 @@ class _Unpickler(pickle.Unpickler):
         dcp = "torch.distributed.checkpoint"
         # Subclasses, because a pickle may set attributes on the classes that it names.
         if module == f"{dcp}.metadata" and name in metadata.__all__:
-            own = {"__setstate__": _keep_dtype} if name == "TensorProperties" else {}
+            own: dict[str, Any] = {}
+            if name == "TensorProperties":
+                # The first property; torch's own function reads its enum of formats.
+                own["__setstate__"] = lambda made, state: setattr(
+                    made, "dtype", state[0]
+                )
             return type(name, (getattr(metadata, name),), own)
         if (module, name) == (f"{dcp}.filesystem", "_StorageInfo"):
             return type(name, (filesystem._StorageInfo,), {})
@@ -101,11 +105,6 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"{module}.{name} is no part of DCP's metadata")
-
-
-def _keep_dtype(properties: Any, state: tuple[Any, ...]) -> None:
-    """Keep the first property; torch's own function reads its real enum of formats."""
-    properties.dtype = state[0]
 
 
 class _Malformed(Exception):
@@ -320,7 +319,7 @@ def _read_interval(
     """Return elements ``[start, stop)`` of the flattened tensor."""
     result = torch.empty(stop - start, dtype=info.dtype, device="cpu")
     # An interval is a few boxes; of each, the part in each chunk is copied.
-    for box in interval_boxes(info.shape, start, stop):
+    for box in Span(start, stop).boxes(info.shape):
         # A view: the copies below write into ``result``.
         target = result[box.start : box.stop].view(box.sizes)
         for chunk in chunks:

@@ -21,7 +21,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.storage.directory import (
     bounded,
     inner_file,
@@ -29,9 +28,9 @@ from composable_fsdp.storage.directory import (
     require_document,
 )
 from composable_fsdp.storage.formats.nested import NestedSource
-from composable_fsdp.storage.manifest import CODES, require_storable
+from composable_fsdp.storage.manifest import CODES, Span, require_storable
 from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
-from composable_fsdp.storage.writer import bytes_of, header_bytes, in_host_memory
+from composable_fsdp.storage.writer import bytes_of, header_of, in_host_memory
 
 END = ".safetensors"
 SINGLE = f"model{END}"
@@ -189,27 +188,13 @@ class SafetensorsWriter:
         self._files.append(file)
         # As ``safetensors.torch.save_model`` writes ties; other readers ignore them.
         told = {name: kept for name, kept in aliases.items() if kept in names}
-        end, places = 0, {}
-        # Largest elements first: each begins at a multiple of the element size.
-        for name in sorted(names, key=lambda n: -self._tensors[n].dtype.itemsize):
-            places[name] = [end, end + self._tensors[name].nbytes]
-            end = places[name][1]
-        # The header lists the tensors in the model's order; the places may differ.
-        header = {"__metadata__": {"format": "pt", **told}} | {
-            name: {
-                "dtype": CODES[self._tensors[name].dtype],
-                "shape": self._tensors[name].shape,
-                "data_offsets": places[name],
-            }
-            for name in names
-        }
-        # The data begins at a multiple of the largest element size.
-        text = header_bytes(header, 8)
-        file.write(text)
+        entries = {name: self._tensors[name] for name in names}
+        header, begins = header_of(entries, told)
+        file.write(header)
         # The file has the final size from the start; elements are written in any order.
-        file.truncate(len(text) + end)
-        for name, (begin, _) in places.items():
-            self._at[name] = (file, len(text) + begin)
+        file.truncate(len(header) + sum(each.nbytes for each in entries.values()))
+        for name, begin in begins.items():
+            self._at[name] = (file, len(header) + begin)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Write ``values`` of any shape at element ``start`` of tensor ``name``."""
@@ -435,17 +420,18 @@ def _lazy_tensor(tensor: Tensor, where: str) -> LazyTensor:
         tensor.dtype,
     )
 
+    info = TensorInfo(tensor.dtype, tuple(tensor.shape))
+
     def read(start: int, stop: int) -> Tensor:
         if tensor.is_contiguous():
             return tensor.view(-1)[start:stop]
         # ``reshape(-1)`` would copy the whole of an expanded tensor for one element.
         result = torch.empty(stop - start, dtype=tensor.dtype, device="cpu")
-        for box in interval_boxes(tuple(tensor.shape), start, stop):
+        for box in Span(start, stop).boxes(info.shape):
             part = tensor
             for dim, (at, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 part = part.narrow(dim, at, size)
             result[box.start : box.stop].view(box.sizes).copy_(part)
         return result
 
-    info = TensorInfo(tensor.dtype, tuple(tensor.shape))
     return LazyTensor(info, read, place if tensor.numel() else None)
