@@ -195,7 +195,9 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        call = self._begin(sys._getframe(1), func, args, kwargs) if self.units else None
+        frame, call = sys._getframe(1), None
+        if self.units and not is_own_call(frame, func):
+            call = self._begin(frame, func, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
@@ -213,11 +215,8 @@ class _Mode(TorchFunctionMode):
         self, frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Call | None:
         """Return a call that takes parts; None for any other, and one that was told."""
-        if (
-            is_own_call(frame, func)
-            or torch.compiler.is_compiling()
-            or torch._C._functorch.peek_interpreter_stack() is not None
-        ):
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if is_transformed or torch.compiler.is_compiling():
             return None
         given = self._given((*args, *kwargs.values()))
         if not given:
