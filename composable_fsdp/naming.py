@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+V = TypeVar("V")
 
 WRAPPED_MODULE = "_fsdp_wrapped_module"
 """The attribute of ``FullyShardedDataParallel`` that holds the wrapped module."""
@@ -99,10 +102,16 @@ def by_value(values: Mapping[int, object]) -> str:
     >>> by_value({0: "(7, 8)", 1: "(8, 7)", 2: "(7, 8)"})
     '(7, 8) on ranks 0, 2, (8, 7) on rank 1'
     """
-    ranks: dict[object, list[int]] = {}
-    for rank, value in sorted(values.items()):
+    found = ranks_by_value(values).items()
+    return ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in found)
+
+
+def ranks_by_value(values: Mapping[int, V]) -> dict[V, list[int]]:
+    """Return which ranks have which values, those of the lowest rank first."""
+    ranks: dict[V, list[int]] = {}
+    for rank, value in sorted(values.items(), key=lambda each: each[0]):
         ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {ranks_text(each)}" for value, each in ranks.items())
+    return ranks
 
 
 def listed(items: Iterable[object], separator: str = ", ") -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.naming import by_value, ranks_text
+from composable_fsdp.naming import by_value, ranks_by_value, ranks_text
 
 SAME_CALLS = "Make the same calls in the same order on every rank."
 
@@ -94,12 +94,9 @@ def who_does(texts: Mapping[int, str]) -> str:
     >>> who_does({0: "calls save()", 1: "calls load()", 2: "calls load()"})
     'rank 0 calls save(); each of ranks 1-2 calls load()'
     """
-    ranks: dict[str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        ranks.setdefault(text, []).append(rank)
     return "; ".join(
-        f"{'each of ' if len(each) > 1 else ''}{ranks_text(each)} {text}"
-        for text, each in ranks.items()
+        f"{'each of ' if len(ranks) > 1 else ''}{ranks_text(ranks)} {text}"
+        for text, ranks in ranks_by_value(texts).items()
     )
 
 

@@ -28,10 +28,11 @@ SAME_UNITS = (
     "access.set_reduce_scatter_unused_params(module, True) reduces zeros for the rest."
 )
 SAME_ROUNDS = (
-    "Call the model and backward on every rank equally often, in the same mode (train "
-    "or eval, with or without gradients) and with the same settings (requires_grad, "
-    "no_sync, set_requires_gradient_sync, register_comm_hook, ..), outside of any 'if "
-    f"rank == 0'. {UNEVEN}"
+    "Call the model and backward on every rank equally often and in the same mode "
+    "(train or eval, with or without gradients), outside of any 'if rank == 0'. "
+    "Set requires_grad of the same parameters on every rank, and settings of units "
+    "(no_sync, set_requires_gradient_sync, register_comm_hook, ..) to the same values "
+    f"before the same forward. {UNEVEN}"
 )
 ONE_RANK_RAISED = (
     "If a rank catches an exception of a forward or a backward and goes on, every rank "

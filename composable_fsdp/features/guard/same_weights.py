@@ -27,7 +27,7 @@ from composable_fsdp.features.guard.compare import gather, tag_of
 from composable_fsdp.features.guard.fingerprint import Units
 from composable_fsdp.flat.param_ref import slot_paths
 from composable_fsdp.flat.value_hash import hash_values, have_values
-from composable_fsdp.naming import listed, quoted, ranks_text
+from composable_fsdp.naming import listed, quoted, ranks_by_value, ranks_text
 from composable_fsdp.tree.initial_weights import sharded_leaves
 from composable_fsdp.tree.state import _FSDPState
 
@@ -166,10 +166,7 @@ def _text(
     """Return the warning or error, equal on all ranks, for one of ``units``."""
     regions = state.handle.layout.regions
     slot = next(s for r in regions for s in r.layout.parameters if s.index == index)
-    ranks: dict[int, list[int]] = {}
-    for rank, value in sorted(values.items()):
-        ranks.setdefault(value, []).append(rank)
-    first, *others = map(ranks_text, ranks.values())
+    first, *others = map(ranks_text, ranks_by_value(values).values())
     where = f"other values on {first} than on {listed(others)}"
     path = slot_paths(state.handle, slot, name)[0]
     more = f" (and so have parameters of {units - 1} more units)" if units > 1 else ""

@@ -36,10 +36,11 @@ from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.state_dict.settings import state_dict_type
 from composable_fsdp.storage.commit import Folder, newest_in
+from composable_fsdp.storage.convert import read_tree
+from composable_fsdp.storage.formats.nested import nested_tree
 from composable_fsdp.storage.load import LoadOptions, load
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.save import SaveOptions, save
-from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.stateful import rng_state, set_rng_state
 
 REST = "lightning"
@@ -198,15 +199,12 @@ def read_whole(
         rest = _rest_of(source.extra, path, weights_only)
         # ``save`` joined the states of all optimizers; the names divide them again.
         groups = rest.pop(NAMES, [])
-        tensors = {
-            name: source.read_model(name, 0, info.numel).clone().view(info.shape)
-            for name, info in source.model.items()
-        }
-        # After the loop, so that tied names share a tensor.
-        tensors.update({name: tensors[of] for name, of in source.aliases.items()})
-        whole = {**rest, "state_dict": {**tensors, **source.own_states}}
+        tree = read_tree(nested_tree(source), {})
+        whole = {**rest, "state_dict": tree["model"]}
         if groups:
-            whole["optimizer_states"] = [_plain_state(source, each) for each in groups]
+            whole["optimizer_states"] = [
+                _plain_state(tree["optim"], source.aliases, each) for each in groups
+            ]
     return whole
 
 
@@ -241,31 +239,24 @@ def consolidate(
     os.replace(made, file)
 
 
-def _plain_state(source: Source, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+def _plain_state(
+    optim: dict[str, Any], aliases: Mapping[str, str], groups: Sequence[Sequence[str]]
+) -> dict[str, Any]:
     """Return the ``state_dict()`` of an optimizer whose groups have these names."""
     options = {
         name: {key: value for key, value in group.items() if key != "params"}
-        for group in source.param_groups or ()
+        for group in optim["param_groups"]
         for name in group["params"]
     }
-    order = [name for group in groups for name in group]
-    state: dict[int, dict[str, Any]] = {}
-    for number, name in enumerate(order):
-        first = source.aliases.get(name, name)
-        values: dict[str, Any] = {
-            key: source.read_optim(first, key, 0, info.numel).clone().view(info.shape)
-            for key, info in source.optim.get(first, {}).items()
-        }
-        values.update(source.optim_values.get(first, {}))
-        if values:
-            state[number] = values
     # torch numbers parameters through all groups.
+    order = [aliases.get(name, name) for group in groups for name in group]
+    states = [optim["state"].get(name) for name in order]
     numbers = iter(range(len(order)))
     return {
-        "state": state,
+        "state": {at: state for at, state in enumerate(states) if state},
         "param_groups": [
             {
-                **options.get(source.aliases.get(group[0], group[0]), {}),
+                **options.get(aliases.get(group[0], group[0]), {}),
                 "params": [next(numbers) for _ in group],
             }
             for group in groups

@@ -36,7 +36,9 @@ from composable_fsdp.integrations.lightning.strategy import (
 )
 
 
-class ComposableFSDPFabricStrategy(ShardingStrategyMixin, ParallelStrategy):
+class ComposableFSDPFabricStrategy(
+    ShardingStrategyMixin, ParallelStrategy, like=DDPStrategy
+):
     """Shards modules with ``fully_shard`` in ``Fabric.setup``.
 
     Importing ``composable_fsdp.lightning`` also registers the names "composable_fsdp",
@@ -54,21 +56,6 @@ class ComposableFSDPFabricStrategy(ShardingStrategyMixin, ParallelStrategy):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._backward_sync_control = _NoSync()
-
-    # Processes start and meet as those of DDPStrategy do.
-    root_device = DDPStrategy.root_device
-    num_nodes = DDPStrategy.num_nodes
-    num_processes = DDPStrategy.num_processes
-    distributed_sampler_kwargs = DDPStrategy.distributed_sampler_kwargs
-    process_group_backend = DDPStrategy.process_group_backend
-    all_reduce = DDPStrategy.all_reduce
-    barrier = DDPStrategy.barrier
-    broadcast = DDPStrategy.broadcast
-    _configure_launcher = DDPStrategy._configure_launcher
-    _setup_distributed = DDPStrategy._setup_distributed
-    _get_process_group_backend = DDPStrategy._get_process_group_backend
-    _set_world_ranks = DDPStrategy._set_world_ranks
-    _determine_ddp_device_ids = DDPStrategy._determine_ddp_device_ids
 
     @property
     def precision(self) -> Any:

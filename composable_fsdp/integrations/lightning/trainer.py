@@ -48,7 +48,7 @@ _LOADED = "composable_fsdp_loaded"
 """A key in a checkpoint whose model and optimizers are loaded already."""
 
 
-class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy):
+class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy, like=DDPStrategy):
     """Shards the LightningModule with ``fully_shard``; for ``Trainer(strategy=...)``.
 
     Importing ``composable_fsdp.lightning`` also registers the names "composable_fsdp",
@@ -72,21 +72,6 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy):
     def __init__(self, *, weights_only: bool | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._weights_only = weights_only
-
-    # Processes start and meet as those of DDPStrategy do. A subclass of DDPStrategy
-    # would be taken for DDP where Lightning asks isinstance.
-    root_device = DDPStrategy.root_device
-    num_nodes = DDPStrategy.num_nodes
-    num_processes = DDPStrategy.num_processes
-    distributed_sampler_kwargs = DDPStrategy.distributed_sampler_kwargs
-    process_group_backend = DDPStrategy.process_group_backend
-    setup_distributed = DDPStrategy.setup_distributed
-    set_world_ranks = DDPStrategy.set_world_ranks
-    barrier = DDPStrategy.barrier
-    broadcast = DDPStrategy.broadcast
-    determine_ddp_device_ids = DDPStrategy.determine_ddp_device_ids
-    _configure_launcher = DDPStrategy._configure_launcher
-    _get_process_group_backend = DDPStrategy._get_process_group_backend
 
     is_distributed = True
     """Makes the Trainer give each rank its part of the data."""
