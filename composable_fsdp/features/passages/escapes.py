@@ -8,6 +8,7 @@ Outputs and attributes that share the memory of full parameters become copies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -68,6 +69,12 @@ def made_since(tensors: Iterable[Tensor], since: int) -> list[Tensor]:
     ]
 
 
+@lru_cache(maxsize=1024)
+def _searched(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the ``keys`` that are searched. Modules of a class have equal keys."""
+    return tuple([key for key in keys if key not in _OF_EVERY_MODULE])
+
+
 def _attributes(state: _FSDPState) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Yield dict, key and tensor for attributes of this unit and of nested units."""
     # Nested units are included: a tensor that a nested unit keeps was computed from
@@ -83,9 +90,9 @@ def _attributes(state: _FSDPState) -> Iterator[tuple[dict[str, Any], str, Tensor
         buffers = own["_buffers"]
         # Most modules have no buffers.
         for table in (own, buffers) if buffers else (own,):
-            for key, value in list(table.items()):
-                if type(value) in _HOLDERS and key not in _OF_EVERY_MODULE:
-                    for tensor in tensors_in(value):
+            for key in _searched(tuple(table)):
+                if type(table[key]) in _HOLDERS:
+                    for tensor in tensors_in(table[key]):
                         yield table, key, tensor
                         if tensor.grad_fn is not None:
                             break
