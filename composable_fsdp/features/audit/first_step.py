@@ -195,9 +195,13 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        frame, call = sys._getframe(1), None
-        if self.units and not is_own_call(frame, func):
-            call = self._begin(frame, func, args, kwargs)
+        # First: a graph compiled under the mode must be that compiled without it, which
+        # a recomputation on autograd's thread gets.
+        if torch.compiler.is_compiling() or not self.units:
+            return func(*args, **kwargs)
+        frame = sys._getframe(1)
+        own = is_own_call(frame, func)
+        call = None if own else self._begin(frame, func, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
@@ -215,8 +219,7 @@ class _Mode(TorchFunctionMode):
         self, frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Call | None:
         """Return a call that takes parts; None for any other, and one that was told."""
-        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        if is_transformed or torch.compiler.is_compiling():
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             return None
         given = self._given((*args, *kwargs.values()))
         if not given:
