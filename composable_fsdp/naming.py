@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
-
-V = TypeVar("V")
 
 WRAPPED_MODULE = "_fsdp_wrapped_module"
 """The attribute of ``FullyShardedDataParallel`` that holds the wrapped module."""
@@ -102,16 +99,10 @@ def by_value(values: Mapping[int, object]) -> str:
     >>> by_value({0: "(7, 8)", 1: "(8, 7)", 2: "(7, 8)"})
     '(7, 8) on ranks 0, 2, (8, 7) on rank 1'
     """
-    found = ranks_by_value(values).items()
-    return ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in found)
-
-
-def ranks_by_value(values: Mapping[int, V]) -> dict[V, list[int]]:
-    """Return which ranks have which values, those of the lowest rank first."""
-    ranks: dict[V, list[int]] = {}
-    for rank, value in sorted(values.items(), key=lambda each: each[0]):
+    ranks: dict[object, list[int]] = {}
+    for rank, value in sorted(values.items()):
         ranks.setdefault(value, []).append(rank)
-    return ranks
+    return ", ".join(f"{value} on {ranks_text(each)}" for value, each in ranks.items())
 
 
 def listed(items: Iterable[object], separator: str = ", ") -> str:

@@ -114,20 +114,18 @@ class _Maker(Draft):
 
 def write_torch(out: Path, source: Source) -> None:
     """Make the file ``out``; ``torch.save`` takes all tensors in host memory."""
-    torch.save(read_tree(nested_tree(source), {}), out)
+    torch.save(whole(nested_tree(source), {}), out)
 
 
-def read_tree(value: Any, read: dict[Hashable, Tensor]) -> Any:
+def whole(value: Any, read: dict[Hashable, Tensor]) -> Any:
     """Return ``value`` with tensors read; tied names share one, which is saved once."""
     if isinstance(value, LazyTensor):
         if value.storage not in read:
             read[value.storage] = value.whole()
         return read[value.storage]
     if isinstance(value, dict):
-        return {key: read_tree(each, read) for key, each in value.items()}
-    return (
-        [read_tree(each, read) for each in value] if isinstance(value, list) else value
-    )
+        return {key: whole(each, read) for key, each in value.items()}
+    return [whole(each, read) for each in value] if isinstance(value, list) else value
 
 
 DCP_DATA = "__0_0.distcp"

@@ -11,13 +11,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.naming import by_value, ranks_by_value, ranks_text
+from composable_fsdp.naming import by_value, ranks_text
+
+V = TypeVar("V")
 
 SAME_CALLS = "Make the same calls in the same order on every rank."
 
@@ -86,6 +88,14 @@ def first_difference(
             what = next(each[0] for each in found.values() if each is not None)
             return f"{what}: {by_value(values)}"
     return None
+
+
+def ranks_by_value(values: Mapping[int, V]) -> dict[V, list[int]]:
+    """Return which ranks have which values, those of the lowest rank first."""
+    ranks: dict[V, list[int]] = {}
+    for rank in sorted(values):
+        ranks.setdefault(values[rank], []).append(rank)
+    return ranks
 
 
 def who_does(texts: Mapping[int, str]) -> str:

@@ -381,19 +381,10 @@ def _assign_order_logs(
     Ranks number the logs of a group, so the ranks of a log must have compared their
     models before. Without ``replicas`` units that are not cut have no logs yet.
     """
-    logs: dict[tuple[str, ...], OrderLog] = {}
+    forward: dict[tuple[str, ...], OrderLog] = {}
+    backward: dict[tuple[str, ...], OrderLog] = {}
     waiting = partial(missing_gradients, weakref.ref(context))
     tree = type(root.module).__name__
-
-    def log(what: str, groups: Sequence[dist.ProcessGroup]) -> OrderLog | None:
-        # Units may have equal groups in different ``Groups`` objects.
-        key = what, *[group.group_name for group in groups]
-        if groups and key not in logs:
-            # All ranks come here; some may use the store later without the others.
-            peers = [Peers(group, what) for group in groups if can_compare(group)]
-            waits = str if what == "forward" else waiting
-            logs[key] = OrderLog(what, tree, order_over(groups), peers, waits)
-        return logs.get(key)
 
     known: dict[Groups, UnitLogs] = {}
     for handle in context.handles:
@@ -407,8 +398,8 @@ def _assign_order_logs(
         # Units with the same ``Groups`` object share the logs without another lookup.
         if groups not in known:
             gathers = [] if groups.shard is None else [groups.shard]
-            in_forward = log("forward", gathers)
-            in_backward = log("backward", groups.present)
+            in_forward = _log(forward, "forward", tree, gathers, str)
+            in_backward = _log(backward, "backward", tree, groups.present, waiting)
             # Without a shard group there is no all-gather, but gradients are reduced
             # over the replicate group.
             gathered = in_backward if gathers else None
@@ -419,13 +410,28 @@ def _assign_order_logs(
     shards = dict.fromkeys(g.shard for g in known if g.shard is not None)
     record(shards, agree=True)
     record(present, agree=replicas)
-    for each in logs.values():
+    for each in (*forward.values(), *backward.values()):
         own = [peers.group for peers in each.peers]
         # Groups of a fake world are not watched, and a log has no peers there.
         each.elsewhere = tuple(
             GroupRef(group) for group in present if own and group not in own
         )
-    context.forward_logs, context.backward_logs = (
-        tuple(each for key, each in logs.items() if key[0] == what)
-        for what in ("forward", "backward")
-    )
+    context.forward_logs = tuple(forward.values())
+    context.backward_logs = tuple(backward.values())
+
+
+def _log(
+    logs: dict[tuple[str, ...], OrderLog],
+    what: str,
+    tree: str,
+    groups: Sequence[dist.ProcessGroup],
+    waiting: Callable[[], str],
+) -> OrderLog | None:
+    """Return the log for ``groups``, created at the first call; None without groups."""
+    # Units may have equal groups in different ``Groups`` objects.
+    key = tuple([group.group_name for group in groups])
+    if groups and key not in logs:
+        # All ranks come here, and some may use the store later without the others.
+        peers = [Peers(group, what) for group in groups if can_compare(group)]
+        logs[key] = OrderLog(what, tree, order_over(groups), peers, waiting)
+    return logs.get(key)

@@ -35,7 +35,7 @@ from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.state_dict.settings import state_dict_type
 from composable_fsdp.storage.commit import Folder, newest_in
 from composable_fsdp.storage.contents import units_in
-from composable_fsdp.storage.convert import read_tree
+from composable_fsdp.storage.convert import whole
 from composable_fsdp.storage.formats.nested import nested_tree
 from composable_fsdp.storage.load import LoadOptions, load
 from composable_fsdp.storage.opening import open_source
@@ -196,13 +196,13 @@ def read_whole(
         rest = _rest_of(source.extra, path, weights_only)
         # ``save`` joined the states of all optimizers; the names divide them again.
         groups = rest.pop(NAMES, [])
-        tree = read_tree(nested_tree(source), {})
-        whole = {**rest, "state_dict": tree["model"]}
+        tree = whole(nested_tree(source), {})
+        found = {**rest, "state_dict": tree["model"]}
         if groups:
-            whole["optimizer_states"] = [
+            found["optimizer_states"] = [
                 _plain_state(tree["optim"], source.aliases, each) for each in groups
             ]
-    return whole
+    return found
 
 
 def consolidate(
@@ -229,10 +229,10 @@ def consolidate(
             f"{os.fspath(file)} exists already, and nothing is overwritten. Choose "
             "another name, or remove it first."
         )
-    whole = read_whole(directory, weights_only)
+    checkpoint = read_whole(directory, weights_only)
     # Under another name first: a crash leaves no half of a checkpoint at ``file``.
     made = f"{os.fspath(file)}.tmp"
-    torch.save(whole, made)
+    torch.save(checkpoint, made)
     os.replace(made, file)
 
 
