@@ -1,14 +1,17 @@
-"""What the integrations share: given optimizers, and states that replace another."""
+"""What the integrations share: given optimizers, full states, and states on disk."""
 
 from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from composable_fsdp.config import FullStateDictConfig, StateDictType
 from composable_fsdp.flat.param_ref import find_param
+from composable_fsdp.state_dict.settings import state_dict_type
 from composable_fsdp.storage.commit import folders_in
 
 
@@ -27,6 +30,14 @@ def shard_state(optimizer: torch.optim.Optimizer) -> None:
                 and not value.is_meta
             ):
                 values[key] = ref.part_of(value).clone()
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return the full state dict in host memory of the first rank; empty elsewhere."""
+    # As accelerate and Lightning do for torch's FSDP.
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with state_dict_type(module, StateDictType.FULL_STATE_DICT, config):
+        return module.state_dict()
 
 
 def next_state(folder: str | os.PathLike[str]) -> str:

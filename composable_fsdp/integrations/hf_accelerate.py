@@ -21,11 +21,14 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
-from composable_fsdp.config import FullStateDictConfig, MixedPrecision, StateDictType
+from composable_fsdp.config import MixedPrecision
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.integrations.given_optimizers import next_state, shard_state
+from composable_fsdp.integrations.given_optimizers import (
+    full_state_dict,
+    next_state,
+    shard_state,
+)
 from composable_fsdp.integrations.hf_config import HFSharding, from_hf_config
-from composable_fsdp.state_dict.settings import state_dict_type
 from composable_fsdp.storage.contents import units_in
 from composable_fsdp.storage.load import LoadOptions, load
 from composable_fsdp.storage.save import SaveOptions, save
@@ -178,10 +181,7 @@ class ShardedAccelerator(Accelerator):
         # ``save_state`` writes shards, and needs no full values.
         if self._saving:
             return {}
-        # Host memory of a single rank, as accelerate does for torch's FSDP.
-        config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-        with state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
-            return dict(model.state_dict())
+        return full_state_dict(model)
 
     def save_state(
         self, output_dir: str | None = None, *args: Any, **kwargs: Any

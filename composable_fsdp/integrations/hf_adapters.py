@@ -13,18 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.access.gather import gather_flat_values
-from composable_fsdp.access.other_parts import refuse_forms
+from composable_fsdp.access.single import get_full_param
 from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.runtime.offload import on_device
-from composable_fsdp.storage.contents import contents_of, units_in
+from composable_fsdp.naming import listed
+from composable_fsdp.storage.contents import HeldParam, contents_of, units_in
+from composable_fsdp.storage.team import team_of
 from composable_fsdp.storage.tensors import whole_value
 
 _PREFIX = "base_model.model."
 """What PEFT puts in front of the names of the base model."""
-_LISTED = 5
-"""Largest number of names that a message lists."""
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -36,38 +34,20 @@ def has_adapters(model: nn.Module) -> bool:
 def adapter_values(model: nn.Module) -> dict[str, Tensor]:
     """Return the full adapter and trained parameters on the first rank, by name.
 
-    Collective: a gather per region with an adapter parameter; all ranks must call.
+    Collective: as ``get_full_param`` of each of them; all ranks must call.
     """
     made: dict[str, Tensor] = {}
-    is_adapter = _adapter_test(model)
-    contents = contents_of(model, "save_pretrained")
-    # The gather below knows of the data ranks alone.
-    handles = [held.ref.handle for held in contents.regions]
-    refuse_forms(handles, "save_pretrained of adapters")
-    for held in contents.regions:
+    is_adapter, first = _adapter_test(model), team_of(model).rank == 0
+    for each in contents_of(model, "save_pretrained").each():
         # Equal on all ranks: names and ``requires_grad`` are compared at the first
         # gather.
-        wanted = any(
-            each.tensor.requires_grad or any(map(is_adapter, each.names))
-            for each in held.params
-        )
-        handle, region = held.ref.handle, held.ref.region
-        if not wanted or not handle.groups.in_first_replica:
-            continue
-        # Under CPU offload the shard is in host memory, and the backend may not be.
-        shard = on_device(handle, region.shard)
-        for full in gather_flat_values(handle, [shard], first_only=True):
-            for each in held.params:
-                slot = each.ref.slot
-                value = full[slot.offset : slot.offset + slot.numel]
-                # Cloned, so that the full buffer is freed.
-                whole = value.view(slot.shape).cpu().clone()
-                made.update(dict.fromkeys(each.names, whole))
-    # Parameters that no unit holds, such as those of ignored modules.
-    for other in contents.tensors:
-        if other.tensor.requires_grad or any(map(is_adapter, other.names)):
-            value = whole_value(other.tensor).cpu()
-            made.update(dict.fromkeys(other.names, value))
+        if each.tensor.requires_grad or any(map(is_adapter, each.names)):
+            # No unit holds buffers, and parameters of ignored modules.
+            is_cut = isinstance(each, HeldParam)
+            name = each.names[0]
+            value = get_full_param(model, name) if is_cut else whole_value(each.tensor)
+            if first:
+                made.update(dict.fromkeys(each.names, value.cpu()))
     return made
 
 
@@ -131,11 +111,9 @@ def require_merged(model: nn.Module) -> None:
     """Raise ValueError if an adapter of ``model`` is not merged."""
     left = [name for name, layer in _adapter_layers(model) if not layer.merged]
     if left:
-        more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
         raise ValueError(
-            f"save_pretrained(merged=True) expects merged adapters, and "
-            f"{', '.join(left[:_LISTED])}{more} are not. Call merge_adapters(model) "
-            "before."
+            f"save_pretrained(merged=True) expects merged adapters, and {listed(left)} "
+            "are not. Call merge_adapters(model) before."
         )
 
 

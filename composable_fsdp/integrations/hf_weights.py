@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.comm.consensus import require_success_on_all_ranks
 from composable_fsdp.integrations.hf_adapters import (
     adapter_values,
     base_names,
@@ -33,7 +34,6 @@ from composable_fsdp.storage.export import export_module
 from composable_fsdp.storage.formats.files import INDEX
 from composable_fsdp.storage.load import LoadOptions, load
 from composable_fsdp.storage.opening import open_source
-from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.team import team_of
 
 _SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -106,7 +106,10 @@ def write_weights(
     """
     team = team_of(model, "save_pretrained")
     folder = Path(directory)
-    team.agree(_error_of(partial(_prepare, folder, others)) if writes else None)
+    groups = [] if team.group is None else [team.group]
+    with require_success_on_all_ranks(groups):
+        if writes:
+            _prepare(folder, others)
     if not weights:
         return
     size = _bytes_of(_MAX_SHARD) if max_bytes is None else max_bytes
@@ -123,16 +126,9 @@ def write_weights(
         return to_file(base, kept)
 
     wrote = export_module(folder / _TEMPORARY, model, size, rewrite=rewrite)
-    team.agree(_error_of(partial(_replace, folder, count)) if wrote else None)
-
-
-def _error_of(action: Callable[[], object]) -> Exception | None:
-    """Return the error that ``action`` raises; the other ranks wait to be told."""
-    try:
-        action()
-    except Exception as error:
-        return error
-    return None
+    with require_success_on_all_ranks(groups):
+        if wrote:
+            _replace(folder, count)
 
 
 def _prepare(folder: Path, others: Callable[[], object]) -> None:
@@ -222,26 +218,16 @@ def load_pretrained(
     _give_memory(model)
     _fill_buffers(model)
     # A rank that calls alone gets an error instead of a hang.
-    team = team_of(model, "load_pretrained")
-    opened: list[Source] = []
+    group = team_of(model, "load_pretrained").group
     with ExitStack() as stack:
-        error = _error_of(partial(_open, model, directory, opened))
-        for source in opened:
-            stack.enter_context(source)
         # Before ``load``, in which the other ranks would wait for this one.
-        team.agree(error)
+        with require_success_on_all_ranks([] if group is None else [group]):
+            contents = contents_of(model, "load_pretrained")
+            names = [name for held in contents.each() for name in held.names]
+            source = stack.enter_context(open_source(os.fspath(directory)))
+            source = stack.enter_context(as_model(_base_of(model), source, names))
         options = LoadOptions(strict=strict, cast=cast, rng=False, report=report)
-        load(opened[0], model, options=options)
-
-
-def _open(
-    model: nn.Module, directory: str | os.PathLike[str], opened: list[Source]
-) -> None:
-    """Append the files of ``directory`` to ``opened``, as tensors of ``model``."""
-    contents = contents_of(model, "load_pretrained")
-    names = [name for held in contents.each() for name in held.names]
-    source = open_source(os.fspath(directory))
-    opened.append(as_model(_base_of(model), source, names))
+        load(source, model, options=options)
 
 
 def _give_memory(model: nn.Module) -> None:

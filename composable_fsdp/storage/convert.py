@@ -101,15 +101,15 @@ def _drafted(source: Source) -> Draft:
     return draft
 
 
-def _whole(value: Any, read: dict[Hashable, Tensor]) -> Any:
+def whole(value: Any, read: dict[Hashable, Tensor]) -> Any:
     """Return ``value`` with tensors read; tied names share one, which is saved once."""
     if isinstance(value, LazyTensor):
         if value.storage not in read:
             read[value.storage] = value.whole()
         return read[value.storage]
     if isinstance(value, dict):
-        return {key: _whole(each, read) for key, each in value.items()}
-    return [_whole(each, read) for each in value] if isinstance(value, list) else value
+        return {key: whole(each, read) for key, each in value.items()}
+    return [whole(each, read) for each in value] if isinstance(value, list) else value
 
 
 DCP_DATA = "__0_0.distcp"
@@ -276,7 +276,7 @@ _WRITERS: Mapping[str, Callable[[Path, Source], None]] = {
     NATIVE: write_native,
     DCP: write_dcp,
     # ``torch.save`` takes all tensors in host memory.
-    TORCH: lambda out, source: torch.save(_whole(nested_tree(source), {}), out),
+    TORCH: lambda out, source: torch.save(whole(nested_tree(source), {}), out),
 }
 
 

@@ -49,26 +49,6 @@ def run(log: Log, uses: str, mode: str = "train") -> list[bool]:
 
 
 @pytest.mark.req("X-12")
-def test_a_round_is_compared_while_it_is_recorded_and_when_it_departs() -> None:
-    """A steady round compares nothing; a departure compares the rest of the round."""
-    log = Log()
-
-    run(log, "abc")
-    assert made(log) == ["begin", "use", "use", "use", "use"]
-    run(log, "abc")
-    assert made(log) == ["begin"]
-    run(log, "abc")
-    run(log, "abc")
-    made(log)
-    run(log, "abc")
-    assert made(log) == []
-    run(log, "acb")
-    assert made(log) == ["depart", "use", "use"]
-    run(log, "acb")
-    assert made(log) == []
-
-
-@pytest.mark.req("X-12")
 def test_an_order_that_varies_is_compared_once_in_a_round() -> None:
     """From the third departure on; once the order is steady, it is recorded again."""
     log = Log()

@@ -49,7 +49,7 @@ def met(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
         ("strategy_of_lightning", "CompositionError: Lightning's FSDPStrategy"),
         ("unknown_optimizer", f"{TAKEN}norm in Normed"),
         ("clip_by_torch", f"{TAKEN}_foreach_norm"),
-        ("late_module", "Linear '1' was registered after fully_shard"),
+        ("late_module", "Parameters '1.weight', '1.bias' were registered after"),
         ("name_of_fsdp2", "ImportError: module 'composable_fsdp' has no attribute"),
         ("unknown_name", "AttributeError: module 'composable_fsdp' has no attribute"),
     ],

@@ -43,7 +43,7 @@ from tests.faults.test_missing_ranks import stop_this_process
 from tests.support.sharded import RankCount
 from tests.support.world import World
 
-LATE = 0.35
+LATE = 0.2
 """Seconds by which a rank is late; a wait counts as long after a fifth of that."""
 
 

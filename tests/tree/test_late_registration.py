@@ -86,12 +86,18 @@ def checkpointed(model: Any) -> None:
 
 
 TOLD: dict[str, tuple[Callable[[Any], None], str]] = {
-    "appended": (appended, "Linear 'more.0' was registered after fully_shard"),
-    "replaced": (replaced, "Linear 'second' was registered after fully_shard"),
-    "replaced unit": (replaced_unit, "Linear 'first' was registered after"),
-    "parameter": (given_parameter, "Parameter 'gain' was registered after"),
-    "around": (wrapped_in_new, "no unit holds 'second.1.weight', 'second.1.bias'"),
-    "checkpointed": (checkpointed, "no unit holds 'second.weight', 'second.bias'"),
+    "appended": (
+        appended,
+        "'more.0.weight', 'more.0.bias' were registered",
+    ),
+    "replaced": (
+        replaced,
+        "'second.weight', 'second.bias' were registered",
+    ),
+    "replaced unit": (replaced_unit, "'first.weight', 'first.bias' were registered"),
+    "parameter": (given_parameter, "'gain' were registered"),
+    "around": (wrapped_in_new, "'second.1.weight', 'second.1.bias' were registered"),
+    "checkpointed": (checkpointed, "'second.weight', 'second.bias' were registered"),
 }
 
 
@@ -117,7 +123,7 @@ def test_what_was_added_is_told_at_the_next_forward_by_name(
             add(inside(model))
             (first,) = caught(lambda: model(INPUT(0, 0)))  # noqa: B023  # called now
             assert text in first, first
-            assert "the ranks drift apart. Register it before fully_shard, or" in first
+            assert "the ranks drift apart. Register them before fully_shard" in first
             assert caught(lambda: model(INPUT(0, 0))) == []  # noqa: B023
             assert not PENDING  # so a steady forward looks at nothing
 

@@ -199,7 +199,9 @@ class _Mode(TorchFunctionMode):
         # a recomputation on autograd's thread gets.
         if torch.compiler.is_compiling() or not self.units:
             return func(*args, **kwargs)
-        call = self._begin(sys._getframe(1), func, args, kwargs)
+        frame = sys._getframe(1)
+        own = is_own_call(frame, func)
+        call = None if own else self._begin(frame, func, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
@@ -217,10 +219,7 @@ class _Mode(TorchFunctionMode):
         self, frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Call | None:
         """Return a call that takes parts; None for any other, and one that was told."""
-        if (
-            is_own_call(frame, func)
-            or torch._C._functorch.peek_interpreter_stack() is not None
-        ):
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             return None
         given = self._given((*args, *kwargs.values()))
         if not given:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,25 +52,25 @@ def watch_graphs(
     # A node holds its hook, and a hook that held nodes would keep the leaves for ever.
     link = weakref.ref(nodes)
     reasons: dict[int, dict[str, str] | None] = {}
+    looked_at = set[str]()
 
-    def hook(node: Any, name: str, shape: tuple[int, ...]) -> None:
-        def told(_: Any) -> None:
-            handle.remove()
-            frame, task = backward_frame(run_backward.__code__), current_task()
-            if task not in reasons:
-                outputs = frame.f_locals["outputs"] if frame is not None else ()
-                reasons.clear()
-                reasons[task] = _reasons(outputs, link() or {})
-            found = reasons[task]
-            reason = "" if found is None else found.get(name, "an operation")
-            if reason:
-                place = place_of(frame.f_back) if frame is not None else None
-                tell(_text(name, shape, reason), place, is_error=is_error)
-
-        handle = node.register_prehook(told)
+    def reached(name: str, shape: tuple[int, ...], _: Any) -> None:
+        if name in looked_at:
+            return
+        looked_at.add(name)
+        frame, task = backward_frame(run_backward.__code__), current_task()
+        if task not in reasons:
+            outputs = frame.f_locals["outputs"] if frame is not None else ()
+            reasons.clear()
+            reasons[task] = _reasons(outputs, link() or {})
+        found = reasons[task]
+        reason = "" if found is None else found.get(name, "an operation")
+        if reason:
+            place = place_of(frame.f_back) if frame is not None else None
+            tell(_text(name, shape, reason), place, is_error=is_error)
 
     for (node, name), leaf in zip(nodes.items(), leaves, strict=True):
-        hook(node, name, tuple(leaf.shape))
+        node.register_prehook(partial(reached, name, tuple(leaf.shape)))
     return nodes
 
 

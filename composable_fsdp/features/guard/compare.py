@@ -11,13 +11,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.naming import by_value, ranks_text
+
+V = TypeVar("V")
 
 SAME_CALLS = "Make the same calls in the same order on every rank."
 
@@ -88,18 +90,23 @@ def first_difference(
     return None
 
 
+def ranks_by_value(values: Mapping[int, V]) -> dict[V, list[int]]:
+    """Return which ranks have which values, those of the lowest rank first."""
+    ranks: dict[V, list[int]] = {}
+    for rank in sorted(values):
+        ranks.setdefault(values[rank], []).append(rank)
+    return ranks
+
+
 def who_does(texts: Mapping[int, str]) -> str:
     """Return which ranks do what, in words.
 
     >>> who_does({0: "calls save()", 1: "calls load()", 2: "calls load()"})
     'rank 0 calls save(); each of ranks 1-2 calls load()'
     """
-    ranks: dict[str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        ranks.setdefault(text, []).append(rank)
     return "; ".join(
-        f"{'each of ' if len(each) > 1 else ''}{ranks_text(each)} {text}"
-        for text, each in ranks.items()
+        f"{'each of ' if len(ranks) > 1 else ''}{ranks_text(ranks)} {text}"
+        for text, ranks in ranks_by_value(texts).items()
     )
 
 

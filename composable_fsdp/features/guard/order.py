@@ -52,7 +52,7 @@ class Order:
         if at and events[at] == event:
             # The object from before: modes name all units, and thousands are kept.
             events.append(events[at])
-            self.at = at + 1
+            self.at += 1
         else:
             with suppress(ValueError):
                 event = events[events.index(event)]
@@ -60,32 +60,24 @@ class Order:
             self.at = self._repeated()
         if len(events) > MOST_EVENTS:
             del events[: MOST_EVENTS // 2]
+            # The place that was found may be further back than ``_LONGEST`` tells.
             self.at -= MOST_EVENTS // 2
             if self.at <= 0:
                 self.at = self._repeated()
 
     def _repeated(self) -> int:
         """Return the index behind the earliest place that is most like the end."""
-        text, _ = self._as_text()
-        end, found = len(text), 0
-        # By halves: a place that is like the end is also like any shorter end.
-        least, most = 0, min(_LONGEST, end - 1)
-        while least < most:
-            length = (least + most + 1) // 2
-            at = text.find(text[end - length :], 0, end - 1)
-            if at < 0:
-                most = length - 1
-            else:
-                least, found = length, at + length
+        events, found, longest = self.events, 0, 0
+        for at in range(1, len(events)):
+            length, most = 0, min(at, _LONGEST)
+            # Equal events are one object.
+            while length < most and events[at - 1 - length] is events[-1 - length]:
+                length += 1
+            if length > longest:
+                found, longest = at, length
+            if longest == _LONGEST:
+                break
         return found
-
-    def _as_text(self) -> tuple[str, list[Hashable]]:
-        """Return the history as a text with a character for each event, and these."""
-        # Equal events are one object. A text of thousands is searched in no time.
-        ids = list(map(id, self.events))
-        events = dict(zip(ids, self.events, strict=True))
-        letters = {each: chr(i) for i, each in enumerate(events)}
-        return "".join(map(letters.__getitem__, ids)), list(events.values())
 
     def forget(self) -> None:
         """Forget all events."""
@@ -94,8 +86,10 @@ class Order:
 
     def told(self) -> list[object]:
         """Return the history in the form in which ranks compare it."""
-        text, events = self._as_text()
-        shown = (e.story if isinstance(e, Call) else e[0] for e in events)  # type: ignore[index]  # rounds are tuples
+        numbers: dict[int, int] = {}
+        text = [numbers.setdefault(id(e), len(numbers)) for e in self.events]
+        distinct = {id(e): e for e in self.events}.values()
+        shown = (e.story if isinstance(e, Call) else e[0] for e in distinct)  # type: ignore[index]  # rounds are tuples
         return [self.at, text, *shown]
 
 

@@ -55,9 +55,6 @@ from composable_fsdp.features.guard.order_words import (
     BEGIN,
     END,
     ONE_RANK_RAISED,
-    RAISED,
-    SAME_ROUNDS,
-    Fact,
     Told,
     backward_fact,
     contrast,
@@ -220,7 +217,7 @@ class OrderLog:
             what, logs = self._what, sorted(order.raised.items())
             ended = " and ".join(f"{what} {r} at use {uses}" for _, (r, uses) in logs)
             does = f"begins {what} {self.round} after an exception that ended {ended}"
-            self._meet(BEGIN, (RAISED, logs), does, ONE_RANK_RAISED)
+            self._meet(BEGIN, ("raised", logs), does, ONE_RANK_RAISED)
             order.raised.clear()
         events, event = order.events, (self.number, mode)
         # As ``Order.note``, without a call: all ranks begin this round.
@@ -246,12 +243,10 @@ class OrderLog:
         # Ranks that begin what they expect send nothing, so this rank has to wait for
         # all ranks to begin the same round.
         if isinstance(expected, Call):
-            other, cure = expected.story, SAME_CALLS
-            return self._announce(BEGIN, mode, other=other, cure=cure)
+            return self._announce(BEGIN, mode, other=expected.story, cure=SAME_CALLS)
         number, recorded = expected
         if number != self.number:
-            other = self.order.logs[number]
-            self._announce(BEGIN, mode, other=other, cure=SAME_ROUNDS)
+            self._announce(BEGIN, mode, other=self.order.logs[number])
         elif recorded != mode:
             self._announce(BEGIN, mode, recorded, since=self.round - 1)
 
@@ -277,7 +272,7 @@ class OrderLog:
         facts = tuple(map(self._fact, values, [at] * len(values)))
         # The host cannot read a tag during the capture of a CUDA graph.
         if is_capturing():
-            return self._meet(at, facts, listed(facts), way_out(facts[-1], Fact("")))
+            return self._meet(at, facts, listed(f for f, *_ in facts), way_out(at))
         # The name tells trees apart that share the group and the names of units.
         tag = tag_of((self._what, self._name, at, *facts))
         unlike: list[dist.ProcessGroup] = []
@@ -294,7 +289,7 @@ class OrderLog:
         for told in [gather(mine, [group]) for group in unlike]:
             # The rounds of ranks may have other numbers.
             if len({(each.facts, each.place[1]) for each in told.values()}) > 1:
-                self._raise(difference(told))
+                self._raise(difference(told, at))
         self._raise(
             f"Ranks of another process group disagree in {mine.place[0]}: see the "
             "error of the other ranks."
@@ -312,20 +307,20 @@ class OrderLog:
     ) -> None:
         """Meet all ranks at a use or mode other than ``wanted``, as in round ``since``.
 
-        ``other``: what was to begin instead of this log, and the way out, ``cure``.
+        ``other``: what was to begin instead of this log.
         """
         if not self.peers:
             return
         fact = self._fact(value, at)
         if other:
-            does = f"{fact}, where the order of earlier rounds has {other}"
-            return self._meet(at, fact, does, cure)
-        mine, recorded = contrast([fact, self._fact(wanted, at)])
-        does = (
-            f"{mine}{self._waiting()}, where the order recorded in {self._what} "
-            f"{since} has: {recorded}"
-        )
-        self._meet(at, fact, does, way_out(mine, recorded))
+            does = f"{fact[0]}, where the order of earlier rounds has {other}"
+        else:
+            mine, recorded = contrast(fact, self._fact(wanted, at))
+            does = (
+                f"{mine}{self._waiting()}, where the order recorded in {self._what} "
+                f"{since} has: {recorded}"
+            )
+        self._meet(at, fact, does, cure or way_out(at))
 
     def _place(self, at: str) -> tuple[str, str]:
         return f"{self._what} {self.round}, at {at}", self._name
@@ -390,35 +385,35 @@ def _assign_order_logs(
     backward: dict[tuple[str, ...], OrderLog] = {}
     waiting = partial(missing_gradients, weakref.ref(context))
     tree = type(root.module).__name__
+
     known: dict[Groups, UnitLogs] = {}
     for handle in context.handles:
         # A unit without elements sends no collective.
         if not any(region.layout.padded_numel for region in handle.layout.regions):
             handle.logs = NO_LOGS
             continue
-        if handle.groups.shard is None and not replicas:
+        groups = handle.groups
+        if groups.shard is None and not replicas:
             continue
         # Units with the same ``Groups`` object share the logs without another lookup.
-        if handle.groups not in known:
-            shard = handle.groups.shard
-            gathers = [] if shard is None else [shard]
+        if groups not in known:
+            gathers = [] if groups.shard is None else [groups.shard]
             in_forward = _log(forward, "forward", tree, gathers, str)
-            both = handle.groups.present
-            in_backward = _log(backward, "backward", tree, both, waiting)
+            in_backward = _log(backward, "backward", tree, groups.present, waiting)
             # Without a shard group there is no all-gather, but gradients are reduced
             # over the replicate group.
             gathered = in_backward if gathers else None
-            known[handle.groups] = UnitLogs(in_forward, gathered, in_backward)
-        handle.logs = known[handle.groups]
+            known[groups] = UnitLogs(in_forward, gathered, in_backward)
+        handle.logs = known[groups]
     present = dict.fromkeys(g for groups in known for g in groups.present)
     # A replica may evaluate alone, and would wait for the others.
     shards = dict.fromkeys(g.shard for g in known if g.shard is not None)
     record(shards, agree=True)
     record(present, agree=replicas)
-    for log in (*forward.values(), *backward.values()):
-        own = [peers.group for peers in log.peers]
+    for each in (*forward.values(), *backward.values()):
+        own = [peers.group for peers in each.peers]
         # Groups of a fake world are not watched, and a log has no peers there.
-        log.elsewhere = tuple(
+        each.elsewhere = tuple(
             GroupRef(group) for group in present if own and group not in own
         )
     context.forward_logs = tuple(forward.values())
@@ -433,12 +428,10 @@ def _log(
     waiting: Callable[[], str],
 ) -> OrderLog | None:
     """Return the log for ``groups``, created at the first call; None without groups."""
-    if not groups:
-        return None
     # Units may have equal groups in different ``Groups`` objects.
-    key = tuple(group.group_name for group in groups)
-    if key not in logs:
+    key = tuple([group.group_name for group in groups])
+    if groups and key not in logs:
         # All ranks come here, and some may use the store later without the others.
         peers = [Peers(group, what) for group in groups if can_compare(group)]
         logs[key] = OrderLog(what, tree, order_over(groups), peers, waiting)
-    return logs[key]
+    return logs.get(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from composable_fsdp.comm.operations import UNEVEN
 from composable_fsdp.features.guard.compare import disagreement
@@ -17,11 +17,12 @@ from composable_fsdp.tree.state import RuntimeContext
 BEGIN, END = "its beginning", "its end"
 """Places in a round; uses are between them."""
 
-USE, BEGINS, RAISED = "use", "begins", "raised"
-"""Kinds of facts: a use of a unit or all uses of a round, the begin of a round, and the
-begin after rounds that an exception has ended."""
+Fact: TypeAlias = tuple[str, ...]
+"""What a rank does, as ``"runs 'blocks.2'"``, and texts of which usually few differ:
+parameters without a gradient, and, at the begin of a round, changed flags and
+settings."""
 
-_SAME_UNITS = (
+SAME_UNITS = (
     "Every rank must run the same units in the same order: decide in the model by what "
     "is equal on all ranks. If ranks use other parameters on purpose, composable_fsdp."
     "access.set_reduce_scatter_unused_params(module, True) reduces zeros for the rest."
@@ -29,12 +30,9 @@ _SAME_UNITS = (
 SAME_ROUNDS = (
     "Call the model and backward on every rank equally often and in the same mode "
     "(train or eval, with or without gradients), outside of any 'if rank == 0'. "
-    f"{UNEVEN}"
-)
-_SAME_SETTINGS = (
-    "Set requires_grad of the same parameters on every rank, and change settings of "
-    "units (no_sync, set_requires_gradient_sync, register_comm_hook, ..) on every "
-    "rank, to the same values and before the same forward."
+    "Set requires_grad of the same parameters on every rank, and settings of units "
+    "(no_sync, set_requires_gradient_sync, register_comm_hook, ..) to the same values "
+    f"before the same forward. {UNEVEN}"
 )
 ONE_RANK_RAISED = (
     "If a rank catches an exception of a forward or a backward and goes on, every rank "
@@ -44,20 +42,9 @@ ONE_RANK_RAISED = (
 )
 
 
-class Fact(NamedTuple):
-    """An action of a rank in words, in the form in which ranks compare it."""
-
-    does: str
-    """As ``"runs 'blocks.2'"``."""
-    kind: str = USE
-    of: str = ""
-    """The forward that begins."""
-    named: tuple[str, ...] = ()
-    """Texts of which usually few differ: parameters without a gradient, and, at the
-    begin of a round, changed flags and settings."""
-
-    def __str__(self) -> str:
-        return self.does + (f", with {listed(self.named)}" if self.named else "")
+def way_out(at: str) -> str:
+    """Return the last sentences of a ``DesyncError`` at a place of a round."""
+    return SAME_ROUNDS if at == BEGIN else SAME_UNITS
 
 
 class Told(NamedTuple):
@@ -68,47 +55,32 @@ class Told(NamedTuple):
     waiting: str
 
 
-def difference(told: Mapping[int, Told]) -> str:
+def difference(told: Mapping[int, Told], at: str) -> str:
     """Return the error of ranks that tell different facts of a place."""
-    orders = [each.facts for each in told.values()]
     # The end of a round is a use, too, so one order is no part of the other.
-    pairs = list(enumerate(zip(*orders, strict=False)))
+    pairs = list(enumerate(zip(*[each.facts for each in told.values()], strict=False)))
     # The trees alone may differ.
     index, unlike = next((p for p in pairs if len(set(p[1])) > 1), pairs[0])
     places = {rank: each.place for rank, each in told.items()}
-    if max(map(len, orders)) > 1:
-        at = f"use {index} (found at its end)"
-        places = {r: (p.replace(END, at), tree) for r, (p, tree) in places.items()}
-    facts = contrast(unlike)
+    if at == END:
+        use = f"use {index} (found at its end)"
+        places = {r: (p.replace(END, use), tree) for r, (p, tree) in places.items()}
     does = {
-        rank: f"{fact}{each.waiting}"
-        for (rank, each), fact in zip(told.items(), facts, strict=True)
+        rank: f"{text}{each.waiting}"
+        for (rank, each), text in zip(told.items(), contrast(*unlike), strict=True)
     }
-    other = next((each for each in facts if each != facts[0]), facts[0])
-    return disagreement(does, places, way_out(facts[0], other))
+    return disagreement(does, places, way_out(at))
 
 
-def contrast(facts: Sequence[Fact]) -> list[Fact]:
-    """Return the facts without the texts that all of them name.
+def contrast(*facts: Fact) -> list[str]:
+    """Return the facts in words, without the texts that all of them name.
 
-    >>> facts = [Fact("reduces a", named=("x", "y")), Fact("reduces a", named=("y",))]
-    >>> [str(fact) for fact in contrast(facts)]
+    >>> contrast(("reduces a", "x", "y"), ("reduces a", "y"))
     ['reduces a, with x', 'reduces a']
     """
-    common = set.intersection(*(set(each.named) for each in facts))
-    return [
-        each._replace(named=tuple(name for name in each.named if name not in common))
-        for each in facts
-    ]
-
-
-def way_out(mine: Fact, theirs: Fact) -> str:
-    """Return the last sentences of a ``DesyncError``: the way to equal facts."""
-    if BEGINS not in (mine.kind, theirs.kind):
-        return _SAME_UNITS
-    # The same call of the model: only flags and settings tell the two apart.
-    is_same_call = mine.of == theirs.of or mine.named or theirs.named
-    return _SAME_SETTINGS if is_same_call else SAME_ROUNDS
+    common = set.intersection(*(set(named) for _, *named in facts))
+    own = [(does, [n for n in named if n not in common]) for does, *named in facts]
+    return [f"{does}, with {listed(named)}" if named else does for does, named in own]
 
 
 def forward_fact(value: Any, at: str) -> Fact:
@@ -117,12 +89,12 @@ def forward_fact(value: Any, at: str) -> Fact:
         fqn, training, grads, changed = value
         how = "training" if training else "eval", "with" if grads else "without"
         of = f"a forward of {quoted(fqn)} in {how[0]} mode {how[1]} gradients"
-        return Fact(f"begins {of}", BEGINS, of, _flags(changed))
+        return f"begins {of}", *_flags(changed)
     if value is None:
-        return Fact("has no further unit to run")
+        return ("has no further unit to run",)
     # The size lets ranks with models of different shapes raise before a collective.
     regions = value.layout.regions
-    numel = sum(region.layout.padded_numel for region in regions)
+    numel = sum([region.layout.padded_numel for region in regions])
     does = f"runs {value.name} of {numel:,} elements"
     if len(regions) > 1:
         # ``group_by`` may return different groups on different ranks (for example
@@ -130,43 +102,41 @@ def forward_fact(value: Any, at: str) -> Fact:
         members = [[s.fqns for s in r.layout.parameters] for r in regions]
         digest = zlib.crc32(repr(members).encode())
         does += f" in {len(regions)} regions (grouping {digest:08x})"
-    return Fact(does)
+    return (does,)
 
 
 def backward_fact(value: Any, at: str) -> Fact:
     """Return the fact of a use in backward, or of the begin of a backward."""
     if at == BEGIN:
         forward, syncs, structures, changed = value
-        of = forward_fact(forward, BEGIN).of if forward else "no forward"
-        does = f"begins the backward of {of}"
+        of = forward_fact(forward, BEGIN)[0] if forward else "begins no forward"
+        does = f"begins the backward of {of.removeprefix('begins ')}"
         # Without a root there are no units, and no reductions.
         if not all(syncs) or not syncs:
             does += f", reductions off{' for some units' if any(syncs) else ''}"
         if rebuilt := sum(map(bool, structures)):
             digest = zlib.crc32(repr(structures).encode())
             does += f", with requires_grad changed in {rebuilt} units ({digest:08x})"
-        return Fact(does, BEGINS, of, _flags(changed))
+        return does, *_flags(changed)
     if value is None:
-        return Fact("has no further backward or reduction")
+        return ("has no further backward or reduction",)
     if isinstance(value, FlatParamHandle):
-        return Fact(f"runs the backward of {value.name}")
+        return (f"runs the backward of {value.name}",)
     handle, structure, arrived = value
     does = f"reduces the gradients of {handle.name}"
     # The unit was rebuilt since, so the flags no longer match its regions.
     if structure != handle.layout.structure:
-        return Fact(f"{does}, grouped as they were")
+        return (f"{does}, grouped as they were",)
     missing = _without_gradient(handle, arrived)
-    return Fact(does, named=tuple([f"no gradient for {quoted(n)}" for n in missing]))
+    return does, *[f"no gradient for {quoted(name)}" for name in missing]
 
 
-def _flags(changed: Iterable[Sequence[Any]]) -> tuple[str, ...]:
+def _flags(changed: Iterable[Sequence[Any]]) -> list[str]:
     """Return the entries of ``RuntimeContext.changed_flags`` in words."""
-    return tuple(
-        [
-            name if trains is None else f"requires_grad={trains} of {quoted(name)}"
-            for name, trains, *_ in changed
-        ]
-    )
+    return [
+        name if trains is None else f"requires_grad={trains} of {quoted(name)}"
+        for name, trains, *_ in changed
+    ]
 
 
 def missing_gradients(ref: weakref.ref[RuntimeContext]) -> str:

@@ -16,20 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.features.guard.compare import gather, tag_of
+from composable_fsdp.features.guard.compare import gather, ranks_by_value, tag_of
 from composable_fsdp.features.guard.fingerprint import Units
 from composable_fsdp.flat.param_ref import slot_paths
 from composable_fsdp.flat.value_hash import hash_values, have_values
 from composable_fsdp.naming import listed, quoted, ranks_text
 from composable_fsdp.tree.initial_weights import sharded_leaves
 from composable_fsdp.tree.state import _FSDPState
+
+_Key: TypeAlias = tuple[int, str, int]
+"""The index of a parameter, and what tells which ranks are compared."""
 
 
 def weights_tag(
@@ -61,15 +64,18 @@ def require_same_weights(
     Collective: an all-gather of objects over each group of ``route``.
     Raises: DesyncError, if the unit's ``check_weights`` is "error".
     """
-    told = []
+    told: list[dict[_Key, int]] = []
     for (_, state), whole in zip(units, _initial_hashes(units, parts), strict=True):
-        groups, shards = state.handle.groups, []
-        # Replicas of a cut unit are compared shard by shard.
+        groups = state.handle.groups
         copies = None if groups.shard is None else groups.replicate
+        replica = 0 if copies is None else copies.rank()
+        # Nothing is known of the initial values of a written parameter.
+        known = {(i, "", replica): v for i, v in enumerate(whole) if v is not None}
+        # Replicas of a cut unit are compared shard by shard.
         if parts is None and _has_replicas(state):
             shards = hash_values(sharded_leaves(state.handle.layout)).tolist()
-        replica = 0 if copies is None else copies.rank()
-        told.append((replica, whole, groups.rank, shards))
+            known |= {(i, "shard", groups.rank): v for i, v in enumerate(shards)}
+        told.append(known)
     unlike = list(_unlike(units, gather(told, route)))
     if not unlike:
         return None
@@ -82,20 +88,14 @@ def require_same_weights(
 
 
 def _unlike(
-    units: Units, told: Mapping[int, list[Any]]
+    units: Units, told: Mapping[int, list[dict[_Key, int]]]
 ) -> Iterator[tuple[str, _FSDPState, int, dict[int, int]]]:
     """Yield of each unit with other values the first parameter, and hashes by rank."""
     for i, (name, state) in enumerate(units):
-        # By parameter and by what tells which ranks are compared.
-        found: dict[tuple[int, str, int], dict[int, int]] = {}
+        found: dict[_Key, dict[int, int]] = {}
         for rank, units_there in told.items():
-            replica, whole, place, shards = units_there[i]
-            for index, value in enumerate(whole):
-                # Nothing is known of the initial values of a written parameter.
-                if value is not None:
-                    found.setdefault((index, "", replica), {})[rank] = value
-            for index, value in enumerate(shards):
-                found.setdefault((index, "shard", place), {})[rank] = value
+            for key, value in units_there[i].items():
+                found.setdefault(key, {})[rank] = value
         differ = [k for k, values in found.items() if len(set(values.values())) > 1]
         if differ:
             first = min(differ)
@@ -166,10 +166,7 @@ def _text(
     """Return the warning or error, equal on all ranks, for one of ``units``."""
     regions = state.handle.layout.regions
     slot = next(s for r in regions for s in r.layout.parameters if s.index == index)
-    ranks: dict[int, list[int]] = {}
-    for rank, value in sorted(values.items()):
-        ranks.setdefault(value, []).append(rank)
-    first, *others = map(ranks_text, ranks.values())
+    first, *others = map(ranks_text, ranks_by_value(values).values())
     where = f"other values on {first} than on {listed(others)}"
     path = slot_paths(state.handle, slot, name)[0]
     more = f" (and so have parameters of {units - 1} more units)" if units > 1 else ""

@@ -60,15 +60,16 @@ SLOW = 2.0
 """Seconds after which a wait is long."""
 _QUIET = 30.0
 """Seconds without an operation after which a rank says what its last one was."""
-_LEFT, _OWES = ["left", ""], ["owes", ""]
-"""``_Note.does`` of a rank that has raised: it may go on later, or it cannot."""
+_LEFT, _OWES, _WAITS = "left", "owes", "waits"
+"""``_Note.does`` of a rank that has raised and may go on later, of one that cannot, and
+of one that waits elsewhere."""
 
 
 class _Note(NamedTuple):
     """What a rank does as its N-th operation over a group."""
 
     rank: int
-    does: list[str | None]  # the operation and the unit
+    does: str | list[str | None]  # the operation and the unit
     predicate: str  # the same in words
     threads: list[str]  # of the program that use the group
     advice: str  # the way out
@@ -152,7 +153,7 @@ class GroupWatch(Recorder):
         if not self.keys:
             return
         key, record = f"{self.keys}/op/{waits.number}", OperationRecord.of(waits)
-        does: Any = [waits.op, waits.unit]
+        does = [waits.op, waits.unit]
         advice = UNEVEN if record.phase == "forward" else ""
         is_in = f"is in {record.title}"
         mine = self._note(does, is_in, advice)
@@ -173,15 +174,14 @@ class GroupWatch(Recorder):
                 both = {dist.get_rank(): is_in, other.rank: other.predicate}
                 self._proof = waits.number, never_meet(both, other.advice or advice)
 
-    def _note(self, does: list[str | None], predicate: str, advice: str) -> str:
+    def _note(self, does: str | list[str | None], predicate: str, advice: str) -> str:
         """Return what this rank does, for the store."""
         note = _Note(dist.get_rank(), does, predicate, self.threads(), advice)
         return json.dumps(note)
 
     def _is_ordered(self, other: _Note) -> bool:
         """Return whether one thread alone sends, here and on the other rank."""
-        names = self.threads()
-        return other.threads == names and len(names) < 2
+        return other.threads == self.threads() and len(other.threads) < 2
 
     def awaited(self, operation: Operation) -> DesyncError | None:
         """Return the error that ends the wait for ``operation``, if it never ends."""
@@ -192,29 +192,18 @@ class GroupWatch(Recorder):
         # Ranks of the other groups of a hybrid model wait for this rank there.
         for other in list(_WATCH.groups.values()):
             if not other.broken and other.threads() == self.threads():
-                other.leave(f"raised: {text}")
+                other.raises(text, owes=False)
         return DesyncError(text)
 
-    def leave(
-        self,
-        predicate: str,
-        advice: str = "",
-        *,
-        owes: bool = False,
-        waits: bool = False,
-    ) -> None:
-        """Tell ranks that wait in the next operation that this rank will not send it.
-
-        ``predicate`` says what this rank does instead; ``waits``: it waits elsewhere.
-        """
-        does: Any = ["waits", ""] if waits else _OWES if owes else _LEFT
+    def leave(self, does: str, predicate: str, advice: str = "") -> None:
+        """Tell ranks in the next operation that this rank does not send it."""
         mine = self._note(does, predicate, advice)
         if self.keys:
             key = f"{self.keys}/op/{self.log.number + 1}/unlike"
             first = agreement.key_value_store().compare_set(key, "", mine)
             self._away = key if first.decode() == mine else ""
         # Else this rank has issued nothing: if all ranks catch the error, they go on.
-        if does is not _LEFT:
+        if does != _LEFT:
             self.broken = f"Rank {dist.get_rank()} {predicate}."
         self.log.guarded = True
 
@@ -222,7 +211,7 @@ class GroupWatch(Recorder):
         """Tell that this rank raises ``text``; see ``comm.operations.leave``."""
         with suppress(RuntimeError):
             if not self.broken:
-                self.leave(f"raised: {text.rstrip('.')}", owes=owes)
+                self.leave(_OWES if owes else _LEFT, f"raised: {text.rstrip('.')}")
 
     def elsewhere(self) -> tuple[int, str] | None:
         """Return a rank that waits in the next operation over the group, and which."""
@@ -352,7 +341,7 @@ class StoreWait:
         # If the other rank has passed this place, it has seen this rank come.
         if watch is None or found is None or not absent():
             return ""
-        watch.leave(self.predicate, self._advice, waits=True)
+        watch.leave(_WAITS, self.predicate, self._advice)
         both = {dist.get_rank(): self.predicate, found[0]: found[1]}
         return never_meet(both, self._advice)
 

@@ -24,22 +24,22 @@ from composable_fsdp.comm.collectives import all_gather_object
 from composable_fsdp.comm.consensus import require_success_on_all_ranks
 from composable_fsdp.config import (
     FullOptimStateDictConfig,
-    FullStateDictConfig,
     OptimStateKeyType,
     StateDictType,
 )
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.integrations.given_optimizers import next_state
-from composable_fsdp.integrations.lightning.sharding import has_units
+from composable_fsdp.integrations.given_optimizers import full_state_dict, next_state
 from composable_fsdp.optim.keys import rekey_optim_state_dict
 from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.state_dict.settings import state_dict_type
 from composable_fsdp.storage.commit import Folder, newest_in
+from composable_fsdp.storage.contents import units_in
+from composable_fsdp.storage.convert import whole
+from composable_fsdp.storage.formats.nested import nested_tree
 from composable_fsdp.storage.load import LoadOptions, load
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.save import SaveOptions, save
-from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.stateful import rng_state, set_rng_state
 
 REST = "lightning"
@@ -69,16 +69,14 @@ def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
 def full_model_state(module: nn.Module) -> dict[str, Any]:
     """Return the state dict of the plain model, on the CPU of rank 0; else ``{}``."""
     # A module without parameters has no unit.
-    if not has_units(module):
+    if not units_in(module):
         return module.state_dict()
-    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    with state_dict_type(module, StateDictType.FULL_STATE_DICT, config):
-        return module.state_dict()
+    return full_state_dict(module)
 
 
 def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the state of the plain optimizer on the CPU of rank 0; else ``{}``."""
-    if not has_units(module):
+    if not units_in(module):
         return optimizer.state_dict()
     full = StateDictType.FULL_STATE_DICT
     config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -97,7 +95,7 @@ def load_full_optimizer_state(
     module: nn.Module, optimizer: Optimizer, state: dict[str, Any]
 ) -> None:
     """Give ``optimizer`` this rank's part of a whole state of the plain optimizer."""
-    if not has_units(module):
+    if not units_in(module):
         optimizer.load_state_dict(state)
         return
     with state_dict_type(module, StateDictType.FULL_STATE_DICT):
@@ -198,16 +196,13 @@ def read_whole(
         rest = _rest_of(source.extra, path, weights_only)
         # ``save`` joined the states of all optimizers; the names divide them again.
         groups = rest.pop(NAMES, [])
-        tensors = {
-            name: source.read_model(name, 0, info.numel).clone().view(info.shape)
-            for name, info in source.model.items()
-        }
-        # After the loop, so that tied names share a tensor.
-        tensors.update({name: tensors[of] for name, of in source.aliases.items()})
-        whole = {**rest, "state_dict": {**tensors, **source.own_states}}
+        tree = whole(nested_tree(source), {})
+        found = {**rest, "state_dict": tree["model"]}
         if groups:
-            whole["optimizer_states"] = [_plain_state(source, each) for each in groups]
-    return whole
+            found["optimizer_states"] = [
+                _plain_state(tree["optim"], source.aliases, each) for each in groups
+            ]
+    return found
 
 
 def consolidate(
@@ -234,38 +229,31 @@ def consolidate(
             f"{os.fspath(file)} exists already, and nothing is overwritten. Choose "
             "another name, or remove it first."
         )
-    whole = read_whole(directory, weights_only)
+    checkpoint = read_whole(directory, weights_only)
     # Under another name first: a crash leaves no half of a checkpoint at ``file``.
     made = f"{os.fspath(file)}.tmp"
-    torch.save(whole, made)
+    torch.save(checkpoint, made)
     os.replace(made, file)
 
 
-def _plain_state(source: Source, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+def _plain_state(
+    optim: dict[str, Any], aliases: Mapping[str, str], groups: Sequence[Sequence[str]]
+) -> dict[str, Any]:
     """Return the ``state_dict()`` of an optimizer whose groups have these names."""
     options = {
         name: {key: value for key, value in group.items() if key != "params"}
-        for group in source.param_groups or ()
+        for group in optim["param_groups"]
         for name in group["params"]
     }
-    order = [name for group in groups for name in group]
-    state: dict[int, dict[str, Any]] = {}
-    for number, name in enumerate(order):
-        first = source.aliases.get(name, name)
-        values: dict[str, Any] = {
-            key: source.read_optim(first, key, 0, info.numel).clone().view(info.shape)
-            for key, info in source.optim.get(first, {}).items()
-        }
-        values.update(source.optim_values.get(first, {}))
-        if values:
-            state[number] = values
     # torch numbers parameters through all groups.
+    order = [aliases.get(name, name) for group in groups for name in group]
+    states = [optim["state"].get(name) for name in order]
     numbers = iter(range(len(order)))
     return {
-        "state": state,
+        "state": {at: state for at, state in enumerate(states) if state},
         "param_groups": [
             {
-                **options.get(source.aliases.get(group[0], group[0]), {}),
+                **options.get(aliases.get(group[0], group[0]), {}),
                 "params": [next(numbers) for _ in group],
             }
             for group in groups

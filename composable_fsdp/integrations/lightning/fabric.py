@@ -28,15 +28,18 @@ from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.given_optimizers import shard_state
 from composable_fsdp.integrations.lightning import checkpoints, precision
-from composable_fsdp.integrations.lightning.sharding import has_units, shard
+from composable_fsdp.integrations.lightning.sharding import shard
 from composable_fsdp.integrations.lightning.strategy import (
     FULL,
     ShardingStrategyMixin,
     move_to_device,
 )
+from composable_fsdp.storage.contents import units_in
 
 
-class ComposableFSDPFabricStrategy(ShardingStrategyMixin, ParallelStrategy):
+class ComposableFSDPFabricStrategy(
+    ShardingStrategyMixin, ParallelStrategy, like=DDPStrategy
+):
     """Shards modules with ``fully_shard`` in ``Fabric.setup``.
 
     Importing ``composable_fsdp.lightning`` also registers the names "composable_fsdp",
@@ -54,21 +57,6 @@ class ComposableFSDPFabricStrategy(ShardingStrategyMixin, ParallelStrategy):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._backward_sync_control = _NoSync()
-
-    # Processes start and meet as those of DDPStrategy do.
-    root_device = DDPStrategy.root_device
-    num_nodes = DDPStrategy.num_nodes
-    num_processes = DDPStrategy.num_processes
-    distributed_sampler_kwargs = DDPStrategy.distributed_sampler_kwargs
-    process_group_backend = DDPStrategy.process_group_backend
-    all_reduce = DDPStrategy.all_reduce
-    barrier = DDPStrategy.barrier
-    broadcast = DDPStrategy.broadcast
-    _configure_launcher = DDPStrategy._configure_launcher
-    _setup_distributed = DDPStrategy._setup_distributed
-    _get_process_group_backend = DDPStrategy._get_process_group_backend
-    _set_world_ranks = DDPStrategy._set_world_ranks
-    _determine_ddp_device_ids = DDPStrategy._determine_ddp_device_ids
 
     @property
     def precision(self) -> Any:
@@ -237,7 +225,7 @@ class _NoSync(_BackwardSyncControl):
         self, module: nn.Module, enabled: bool
     ) -> AbstractContextManager[None]:
         """Return a context in which backward does not reduce."""
-        return no_sync(module) if enabled and has_units(module) else nullcontext()
+        return no_sync(module) if enabled and units_in(module) else nullcontext()
 
 
 def _parts(

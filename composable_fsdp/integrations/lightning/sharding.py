@@ -11,14 +11,14 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree
+from torch import nn
 from torchmetrics import Metric
 
 from composable_fsdp.compose.registry import get_state
 from composable_fsdp.config import MixedPrecision
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.errors import CompositionError
+from composable_fsdp.features.passages.casts import cast_floating
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.planning.walk import has_forward
@@ -110,11 +110,6 @@ def is_unit(module: nn.Module) -> bool:
     return get_state(module, "fully_shard") is not None
 
 
-def has_units(module: nn.Module) -> bool:
-    """Return whether a unit is in ``module``."""
-    return any(map(is_unit, module.modules()))
-
-
 def _is_to_shard(module: nn.Module, kept: set[int]) -> bool:
     """Return whether ``module`` is a root of a strategy, or has parameters for one."""
     # Roots that were sharded before are checked again for equal settings. A module that
@@ -194,8 +189,4 @@ class _InputCast:
         self.dtype = dtype
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        def cast(value: Tensor) -> Tensor:
-            # Token ids and masks keep their dtype.
-            return value.to(self.dtype) if value.is_floating_point() else value
-
-        return _pytree.tree_map_only(Tensor, cast, (args, kwargs))
+        return cast_floating((args, kwargs), self.dtype)

@@ -27,6 +27,14 @@ NAMES: dict[str, dict[str, Any]] = {
 }
 """Names for ``strategy=``, with the arguments that they stand for."""
 
+_BORROWED = (
+    *("root_device", "num_nodes", "num_processes", "distributed_sampler_kwargs"),
+    *("process_group_backend", "get_process_group_backend", "configure_launcher"),
+    *("setup_distributed", "set_world_ranks", "determine_ddp_device_ids"),
+    *("all_reduce", "barrier", "broadcast"),
+)
+"""What the strategies have from ``DDPStrategy``, where some have an underscore."""
+
 FULL, SHARDED = STATE_DICT_TYPES = ("full", "sharded")
 
 _CHECKPOINT = "checkpoint(block) in configure_model"
@@ -111,6 +119,14 @@ class ShardingStrategyMixin:
         self._process_group_backend = process_group_backend
         self._timeout, self._start_method = timeout, start_method
         self._num_nodes = 1
+
+    def __init_subclass__(cls, like: type | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Processes start and meet as those of DDPStrategy do. A subclass of DDPStrategy
+        # would be taken for DDP where Lightning asks isinstance.
+        for name, value in vars(like).items() if like is not None else ():
+            if name.removeprefix("_") in _BORROWED:
+                setattr(cls, name, value)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -33,7 +33,7 @@ from composable_fsdp.access.grads import no_sync
 from composable_fsdp.access.manual import register_forward_method
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.lightning import checkpoints, precision
-from composable_fsdp.integrations.lightning.sharding import has_units, shard
+from composable_fsdp.integrations.lightning.sharding import shard
 from composable_fsdp.integrations.lightning.strategy import (
     FULL,
     SHARDED,
@@ -41,6 +41,7 @@ from composable_fsdp.integrations.lightning.strategy import (
     move_to_device,
 )
 from composable_fsdp.runtime.hooks import call_method
+from composable_fsdp.storage.contents import units_in
 from composable_fsdp.storage.directory import MANIFEST
 from composable_fsdp.tree.traversal import _get_unit_state
 
@@ -48,7 +49,7 @@ _LOADED = "composable_fsdp_loaded"
 """A key in a checkpoint whose model and optimizers are loaded already."""
 
 
-class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy):
+class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy, like=DDPStrategy):
     """Shards the LightningModule with ``fully_shard``; for ``Trainer(strategy=...)``.
 
     Importing ``composable_fsdp.lightning`` also registers the names "composable_fsdp",
@@ -72,21 +73,6 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy):
     def __init__(self, *, weights_only: bool | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._weights_only = weights_only
-
-    # Processes start and meet as those of DDPStrategy do. A subclass of DDPStrategy
-    # would be taken for DDP where Lightning asks isinstance.
-    root_device = DDPStrategy.root_device
-    num_nodes = DDPStrategy.num_nodes
-    num_processes = DDPStrategy.num_processes
-    distributed_sampler_kwargs = DDPStrategy.distributed_sampler_kwargs
-    process_group_backend = DDPStrategy.process_group_backend
-    setup_distributed = DDPStrategy.setup_distributed
-    set_world_ranks = DDPStrategy.set_world_ranks
-    barrier = DDPStrategy.barrier
-    broadcast = DDPStrategy.broadcast
-    determine_ddp_device_ids = DDPStrategy.determine_ddp_device_ids
-    _configure_launcher = DDPStrategy._configure_launcher
-    _get_process_group_backend = DDPStrategy._get_process_group_backend
 
     is_distributed = True
     """Makes the Trainer give each rank its part of the data."""
@@ -116,7 +102,7 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy):
         # Lightning creates optimizers to fit only.
         fits = trainer.state.fn == TrainerFn.FITTING
         # Before sharding, because the conversion replaces modules.
-        if fits and self._layer_sync is not None and not has_units(module):
+        if fits and self._layer_sync is not None and not units_in(module):
             module = self._layer_sync.apply(module)
         # Before sharding, too: shards are cut from parameters of the final dtype.
         module = self.precision_plugin.convert_module(module)
@@ -169,7 +155,7 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication."""
         module = self.lightning_module
-        with no_sync(module) if has_units(module) else nullcontext():
+        with no_sync(module) if units_in(module) else nullcontext():
             yield
 
     def reduce(
