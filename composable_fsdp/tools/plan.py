@@ -37,7 +37,7 @@ from composable_fsdp.tools.plan_in_force import unit_plan
 from composable_fsdp.tools.replan import replan
 from composable_fsdp.tools.sharding_plan import ShardingPlan, plan_modules
 from composable_fsdp.tools.tensor_parallel import check_sizes
-from composable_fsdp.tree.traversal import walk_states
+from composable_fsdp.tree.traversal import require_module, walk_states
 
 _NAMES = {
     **{name: FSDP2_NAMES[name] for name in FSDP2_NAMES if "mesh" not in name},
@@ -150,8 +150,7 @@ def plan(
     >>> [unit.fqn for unit in plan(model, world_size=4, units=["*"]).units]
     ['', '0', '1']
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"plan expects a module, got a {type(module).__name__}.")
+    require_module(module, "plan")
     if policy is not None and units is not None:
         raise PlanError(
             "plan expects policy or units, not both: each selects the units."
