@@ -64,7 +64,8 @@ def measure_activations(
             checkpointing. Default False.
 
     Returns: the activations, for ``forecast``.
-    Raises: TypeError, if ``module`` is none; PlanError, if the step fails on fake tensors.
+    Raises: TypeError, if ``module`` is none; PlanError, if the step fails on fake
+        tensors.
 
     >>> from composable_fsdp import forecast, plan
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())

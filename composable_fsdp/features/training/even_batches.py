@@ -53,8 +53,8 @@ def even_batches(
     Collective: an all-reduce of three integers per turn, on a private gloo group and
         not waited for before the turn ends; all ranks of the module must iterate. The
         call itself waits for the other ranks, and creates the group at its first use.
-    Raises: TypeError, if ``module`` is none; ValueError, for another policy; DesyncError, if another rank does not make
-        this call. While iterating, on all ranks alike: DesyncError for ``"error"``, if
+    Raises: TypeError, if ``module`` is none; ValueError, for another policy;
+        DesyncError, if another rank does not make this call. While iterating, on all ranks alike: DesyncError for ``"error"``, if
         a rank has no batch to repeat, and if the loader of another rank raised; the
         rank itself raises the error of its loader.
 
