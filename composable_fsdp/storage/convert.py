@@ -31,6 +31,7 @@ from composable_fsdp.storage.opening import (
     NATIVE,
     SAFETENSORS,
     TORCH,
+    Format,
     open_source,
 )
 from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
@@ -218,7 +219,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 def convert(
     source: str | PathLike[str] | Source,
     destination: str | PathLike[str],
-    to: str,
+    to: Format,
     *,
     weights_only: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,

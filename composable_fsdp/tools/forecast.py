@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from composable_fsdp.config import DeviceType
 from composable_fsdp.errors import PlanError
 from composable_fsdp.tools.memory import OPTIMIZERS, Activations, OptimizerMemory
 from composable_fsdp.tools.sharding_plan import Forecast, ShardingPlan
@@ -38,7 +39,7 @@ def forecast(
     *,
     optimizer: str | float | OptimizerMemory = "adamw",
     activations: Activations | None = None,
-    device_type: str = "cuda",
+    device_type: DeviceType = "cuda",
 ) -> Forecast:
     """Return the memory of a rank and the traffic of a step, with an optimizer.
 

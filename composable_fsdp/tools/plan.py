@@ -21,6 +21,7 @@ from composable_fsdp.config import (
     MixedPrecision,
     RowBlock,
     ShardingStrategy,
+    TiedParams,
 )
 from composable_fsdp.entries.apply import as_list, owner_of
 from composable_fsdp.entries.fully_shard import FSDP2_NAMES, unknown_text
@@ -30,7 +31,7 @@ from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import make_request
 from composable_fsdp.planning.options import GroupBy, UnitOptions
-from composable_fsdp.planning.policies import evaluate_policy
+from composable_fsdp.planning.policies import AnyPolicy, evaluate_policy
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.model_units import chosen_units
 from composable_fsdp.tools.plan_in_force import unit_plan
@@ -74,7 +75,7 @@ def plan(
     *,
     world_size: int | None = None,
     shard_world_size: int | None = None,
-    policy: object = None,
+    policy: AnyPolicy | None = None,
     units: Iterable[nn.Module | str | Sequence[nn.Module | str]] | None = None,
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
     mixed_precision: MixedPrecision | None = None,
@@ -86,7 +87,7 @@ def plan(
     group_by: GroupBy | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
-    tied_params: str = "error",
+    tied_params: TiedParams = "error",
     wire: WireFormat | None = None,
     arena: Arena | None = None,
 ) -> ShardingPlan:

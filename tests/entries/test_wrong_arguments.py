@@ -269,6 +269,32 @@ def test_a_swapped_first_argument_is_named(
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.req("N-09")
+@pytest.mark.parametrize(
+    "name",
+    [n for n, function in functions().items() if "optim" in positional(function)],
+)
+def test_optimizer_is_another_name_of_optim(name: str) -> None:
+    """In every public function with an ``optim``; both at once are refused."""
+    text = message_of(lambda: functions()[name](optim=None, optimizer=None))
+
+    assert "optim= and optimizer=, two names of one argument" in text
+
+
+def test_a_checkpoint_is_saved_and_loaded_by_the_other_name(
+    one_rank: World, tmp_path: Path
+) -> None:
+    """``optimizer=`` reaches ``optim``."""
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    api.save(tmp_path / "run", model, optimizer=optimizer)
+    optimizer.param_groups[0]["lr"] = 0.1
+
+    api.load(tmp_path / "run", model, optimizer=optimizer)
+
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 VERBS: dict[str, Callable[[Any], object]] = {
     "unshard": cf.unshard,
     "is_sharded": cf.is_sharded,

@@ -54,9 +54,10 @@ def even_batches(
         not waited for before the turn ends; all ranks of the module must iterate. The
         call itself waits for the other ranks, and creates the group at its first use.
     Raises: TypeError, if ``module`` is none; ValueError, for another policy;
-        DesyncError, if another rank does not make this call. While iterating, on all ranks alike: DesyncError for ``"error"``, if
-        a rank has no batch to repeat, and if the loader of another rank raised; the
-        rank itself raises the error of its loader.
+        DesyncError, if another rank does not make this call. While iterating, on all
+        ranks alike: DesyncError for ``"error"``, if a rank has no batch to repeat, and
+        if the loader of another rank raised; the rank itself raises the error of its
+        loader.
 
     >>> for batch, weight in even_batches(loader, model, policy="pad"):
     ...     (loss_of(batch) * weight).backward()
