@@ -80,7 +80,7 @@ def measure_activations(
     # A scalar has an empty shape.
     shapes = ("x".join(map(str, each.shape)) or "1" for each in tensors_of(given))
     text = batch or ", ".join(shapes)
-    log = StepLog()
+    log = OpLog()
     with (
         explained(type(module).__name__, log.place),
         fake_tensors(makes_dtensors=False),
@@ -191,7 +191,7 @@ def _checkpoint_units(module: nn.Module, plan: ShardingPlan, stack: ExitStack) -
         stack.callback(delattr, each, "forward")
 
 
-class StepLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no types
+class OpLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no types
     """Counts the bytes of a step by the unit that computes."""
 
     def __init__(self) -> None:
