@@ -101,8 +101,8 @@ def test_every_token_and_second_is_in_one_line(
     spent = [each["step_seconds"] * every for each in found]
     speeds = [each["tokens_per_second"] for each in found]
     assert sum(spent) == pytest.approx(sum(seconds for _, seconds in counted))
-    tokens = sum(a * b for a, b in zip(spent, speeds, strict=True))
-    assert tokens == pytest.approx(sum(tokens for tokens, _ in counted))
+    total = sum(a * b for a, b in zip(spent, speeds, strict=True))
+    assert total == pytest.approx(sum(tokens for tokens, _ in counted))
 
 
 @on_ranks(2)
