@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ GOAL = 0.05
 """The largest part of set-up that the comparison without the hash may take."""
 
 
-def set_up(units: int, world: int, check_weights: str) -> tuple[float, float]:
+def set_up(units: int, world: int, check_weights: Any) -> tuple[float, float]:
     """Return CPU seconds of sharding with the first step, and of the comparison."""
     torch.set_num_threads(1)
     with null_world(world):

@@ -8,10 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+Report = Literal["warn", "error", "off"]
+"""What a check does with what it finds."""
+TiedParams = Literal["error", "promote"]
+"""What becomes of a parameter that several units share."""
+DeviceType = Literal["cpu", "cuda"]
+"""The device whose order of allocations a forecast follows."""
 
 
 class ShardingStrategy(Enum):
@@ -24,6 +32,8 @@ class ShardingStrategy(Enum):
     * ``HYBRID_SHARD``: FULL_SHARD within a shard group, replicated across groups.
     * ``_HYBRID_SHARD_ZERO2``: SHARD_GRAD_OP within a shard group, replicated across
       groups.
+
+    >>> model = fully_shard(nn.Linear(4, 4), strategy=ShardingStrategy.SHARD_GRAD_OP)
     """
 
     FULL_SHARD = auto()
@@ -136,6 +146,9 @@ class MixedPrecision:
             FSDP2's. Default None: no cast.
 
     Raises: TypeError, if a dtype is not a floating point dtype.
+
+    >>> half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    >>> model = fully_shard(nn.Linear(4, 4), mixed_precision=half)
     """
 
     param_dtype: torch.dtype | None = None

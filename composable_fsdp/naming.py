@@ -8,7 +8,9 @@ tree passes over the components in ``TRANSPARENT``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 WRAPPED_MODULE = "_fsdp_wrapped_module"
 """The attribute of ``FullyShardedDataParallel`` that holds the wrapped module."""
@@ -24,6 +26,27 @@ LISTED = 5
 
 ROOT_NAME = "(root)"
 """The name of the root in messages, instead of the empty string."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def takes_optimizer(function: Callable[P, R]) -> Callable[P, R]:
+    """Let ``function`` take ``optimizer=`` as another name of its ``optim=``."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "optimizer" in kwargs:
+            if "optim" in kwargs:
+                raise TypeError(
+                    f"{function.__name__} got optim= and optimizer=, two names of one "
+                    "argument. Pass one."
+                )
+            kwargs["optim"] = kwargs.pop("optimizer")
+        return function(*args, **kwargs)
+
+    return call
 
 
 def join_name(prefix: str, name: str) -> str:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import csv
-import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-
-MIB = 2**20
+from tqdm import tqdm
 
 
 @dataclass
@@ -25,73 +20,9 @@ class Curve:
     held_out: list[tuple[int, float]] = field(default_factory=list)
 
 
-class Progress(Protocol):
-    """Shows one more step; ``speed`` is tokens per second over all ranks."""
-
-    def __call__(self, loss: float, held_out: float | None, speed: float) -> None: ...
-
-
-@contextmanager
-def progress(steps: int, *, device: torch.device, shown: bool) -> Iterator[Progress]:
-    """A bar on a terminal that has rich, lines elsewhere, nothing if not ``quoted``."""
-    if not shown:
-        yield lambda loss, held_out, speed: None
-        return
-    try:
-        if not sys.stdout.isatty():
-            raise ImportError
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bar
-    except ImportError:
-        yield _Lines(steps, device)
-        return
-    columns = (
-        TextColumn("step {task.completed}/{task.total}"),
-        BarColumn(bar_width=10),
-        TextColumn("{task.fields[text]}"),
-    )
-    # Drawing takes a share of a core that training could use.
-    with Bar(*columns, refresh_per_second=4) as bar:
-        task = bar.add_task("", total=steps, text="")
-        last = "-"
-
-        def show(loss: float, held_out: float | None, speed: float) -> None:
-            nonlocal last
-            last = last if held_out is None else f"{held_out:.3f}"
-            text = f"{_text(loss, speed, device)}  held out {last}"
-            bar.update(task, advance=1, text=text)
-
-        yield show
-
-
-class _Lines:
-    def __init__(self, steps: int, device: torch.device) -> None:
-        self.steps = steps
-        self.device = device
-        self.done = 0
-
-    def __call__(self, loss: float, held_out: float | None, speed: float) -> None:
-        self.done += 1
-        if held_out is None and self.done != 1:
-            return
-        more = "" if held_out is None else f"  held out {held_out:.3f}"
-        text = _text(loss, speed, self.device)
-        print(f"step {self.done:4d}/{self.steps}  {text}{more}", flush=True)
-
-
-def _text(loss: float, speed: float, device: torch.device) -> str:
-    return f"loss {loss:.3f}  {speed:6,.0f} tokens/s  {_memory(device)}"
-
-
-def _memory(device: torch.device) -> str:
-    """What rank 0 holds now: tensors on the GPU, or the whole process on the CPU."""
-    if device.type == "cuda":
-        return f"{torch.cuda.memory_allocated(device) / MIB:,.0f} MiB"
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:  # not Linux
-        return "? MiB"
-    return f"{pages * os.sysconf('SC_PAGE_SIZE') / MIB:,.0f} MiB"
+def progress(steps: int, *, shown: bool) -> tqdm[None]:
+    """A bar on a terminal; nothing elsewhere, or unless ``shown``."""
+    return tqdm(total=steps, disable=None if shown else True, dynamic_ncols=True)
 
 
 def save_curve(curve: Curve, folder: Path, *, bigram: float, limit: float) -> str:

@@ -19,7 +19,6 @@ import argparse
 import copy
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +42,7 @@ from composable_fsdp import (
     optim_state_dict,
     plan,
 )
+from composable_fsdp.features import StepLog
 
 LIMIT = 2.2
 """Held-out nats per byte that the demo must get below."""
@@ -79,19 +79,21 @@ def train(
     check: PlainTraining | None,
 ) -> Trained:
     """Train the sharded model; its loop is that of a plain one but for the clipping."""
-    curve, measured, spent = Curve(), Bytes(0, 0, 0), 0.0
+    curve, measured = Curve(), Bytes(0, 0, 0)
     every = max(1, recipe.steps // EVALUATIONS)
-    shown = world.rank == 0
-    with progress(recipe.steps, device=world.device, shown=shown) as show:
-        for step in range(recipe.steps):
-            started = time.perf_counter()
-            inputs, targets = corpus.batch(
-                recipe.batch,
-                recipe.context,
-                seed=recipe.seed,
-                step=step,
-                rank=world.rank,
-            )
+    batches = (
+        corpus.batch(
+            recipe.batch,
+            recipe.context,
+            seed=recipe.seed,
+            step=step,
+            rank=world.rank,
+        )
+        for step in range(recipe.steps)
+    )
+    with progress(recipe.steps, shown=world.rank == 0) as bar:
+        log = StepLog(model, every=every, write=bar.write)
+        for step, (inputs, targets) in enumerate(log.timed(batches)):
             recipe.set_learning_rate(optimizer, step)
             loss = loss_of(model, inputs.to(world.device), targets.to(world.device))
             loss.backward()  # type: ignore[no-untyped-call]  # torch's stub lacks types
@@ -101,15 +103,15 @@ def train(
                 measured = Bytes.measured(model, optimizer)
             optimizer.zero_grad()
             curve.train.append(world.mean(loss.item()))
-            spent += time.perf_counter() - started
-            if check is not None and step < CHECKED_STEPS:
-                check.compare(step, loss.item(), model.state_dict())
-            held_out = None
-            if (step + 1) % every == 0 or step + 1 == recipe.steps:
-                held_out = evaluate(model, corpus, recipe, world)
-                curve.held_out.append((step + 1, held_out))
-            tokens = (step + 1) * world.size * recipe.batch * recipe.context
-            show(curve.train[-1], held_out, tokens / spent)
+            found = {}
+            with log.paused():
+                if check is not None and step < CHECKED_STEPS:
+                    check.compare(step, loss.item(), model.state_dict())
+                if (step + 1) % every == 0 or step + 1 == recipe.steps:
+                    found["held_out"] = evaluate(model, corpus, recipe, world)
+                    curve.held_out.append((step + 1, found["held_out"]))
+            log.step(curve.train[-1], tokens=inputs.numel(), **found)
+            bar.update()
     return Trained(curve, measured)
 
 

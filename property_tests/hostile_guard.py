@@ -150,7 +150,7 @@ def read_every_way(
     path: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    to: str,
+    to: Any,
 ) -> list[Any]:
     """Read ``path`` through all entries, in a guard.
 

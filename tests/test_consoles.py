@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from composable_fsdp.tools.command_line import main
-from tests.support.page_names import page_names
+from tests.support.page_names import prelude_names
 from tests.support.scripts import run_script
 from tests.support.world import single_rank_group
 from tests.test_pages import ROOT, CodeBlock, blocks, pages
@@ -103,7 +103,7 @@ def check(page: str | Path, folder: Path, *, slow: bool) -> int:
     for block in blocks(ROOT / page):
         if block.script:
             (folder / block.script).write_text(block.text)
-    ran, names, left_out = 0, page_names(alone=True), False
+    ran, names, left_out = 0, prelude_names(), False
     for block in consoles(page):
         note, _, code = block.note.partition("\n")
         left_out = bool(SLOW.search(block.text)) or (left_out and not code)

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from composable_fsdp import verify
 from tests.support.scripts import run_script
-from tests.test_pages import blocks
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -39,17 +37,6 @@ def test_an_example_runs_on_two_ranks(tmp_path: Path, name: str) -> None:
     )
 
     assert status == 0, output
-
-
-def test_the_program_of_the_readme_runs_as_it_says(tmp_path: Path) -> None:
-    """On two ranks, and leaves a whole checkpoint."""
-    (block,) = (each for each in blocks(ROOT / "README.md") if each.script)
-    (tmp_path / "train.py").write_text(block.text)
-
-    status, output = run_script("train.py", ranks=2, folder=tmp_path)
-
-    assert status == 0, output
-    assert verify(tmp_path / "checkpoints" / "step-20")
 
 
 def test_every_example_says_how_to_run_it() -> None:

@@ -1,22 +1,30 @@
 """Every code block of README.md and of the documentation runs.
 
-A ``python`` block is a fragment, which runs in this process on one rank, after the
-blocks above it on its page; or a script, whose first line is a comment with its name.
-A comment before a block, which readers do not see, may say ``test`` and code that runs
-first, ``alone`` (no process group), or ``not run`` and the reason.
+A ``python`` block is a script, whose first line is a comment with its command, or a
+fragment. A script runs as a reader runs it: in fresh processes, by that command; the
+blocks below it on its page go on in it. Other fragments run in this process on one
+rank, after the blocks above them, with the names of a model that ``how_to/index.md``
+describes (`tests.support.page_names`) and what the page itself imports. A comment
+before a block, which readers do not see, may say ``test`` and code that runs first, or
+``not run`` and the reason.
 """
 
 from __future__ import annotations
 
+import ast
+import os
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
-from tests.support.page_names import page_names
+from tests.support.page_names import page_names, prelude_names
 from tests.support.world import single_rank_group
 
 ROOT = Path(__file__).parents[1]
@@ -26,12 +34,11 @@ FENCE = re.compile(
     r"```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
-SCRIPT = re.compile(r"# (?:torchrun .* )?(\w+\.py)\n")
+SCRIPT = re.compile(r"# (?P<command>(?:torchrun .* |python )(?P<name>\w+\.py))\n")
 ELSEWHERE = {
     "docs/how_to/torchao.md": "tests/integrations_env/test_torchao.py runs the blocks",
     "docs/hugging_face.md": "tests/integrations_env/test_hf_page.py runs the blocks",
     "docs/lightning.md": "tests/integrations_env/test_lightning_page.py runs it",
-    "docs/migrate/fsdp2.md": "tests/entries/test_fsdp2.py runs its script",
 }
 
 
@@ -49,12 +56,19 @@ class CodeBlock:
     def script(self) -> str | None:
         """The name of the file, if the block is a whole script."""
         found = SCRIPT.match(self.text)
-        return found[1] if found and self.language == "python" else None
+        return found["name"] if found and self.language == "python" else None
 
     def run(self, names: dict[str, object]) -> None:
         """Run the fragment; errors show the line of the page."""
         first = self.note.removeprefix("test\n") if self.note[:4] == "test" else ""
-        exec(first, names)
+        hidden = prelude_names() | names
+        exec(first, hidden)
+        # What the prelude imports stays hidden: the page has to show its imports.
+        nodes = list(ast.walk(ast.parse(first)))
+        made = {node.id for node in nodes if isinstance(node, ast.Name)}
+        made |= {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        kept = made & hidden.keys() - prelude_names().keys()
+        names.update({name: hidden[name] for name in kept})
         text = "\n" * self.line + self.text
         exec(compile(text, str(self.page), "exec"), names)
 
@@ -75,19 +89,30 @@ def pages() -> list[str]:
     return [str(p.relative_to(ROOT)) for p in found if "_build" not in p.parts]
 
 
-def fragments(page: str) -> list[CodeBlock]:
-    """Return the Python blocks of ``page`` that are no script."""
+def shown_code(page: str) -> list[CodeBlock]:
+    """Return the Python blocks of ``page`` that run."""
     return [
         block
         for block in blocks(ROOT / page)
         if block.language == "python"
-        and not block.script
         and ">>> " not in block.text
         and not block.note.startswith("not run")
     ]
 
 
+def fragments(page: str) -> list[CodeBlock]:
+    """Return the Python blocks of ``page`` above its script."""
+    return list(takewhile(lambda block: not block.script, shown_code(page)))
+
+
+def scripts(page: str) -> list[CodeBlock]:
+    """Return the script of ``page`` and the blocks that go on in it, if it has one."""
+    return shown_code(page)[len(fragments(page)) :]
+
+
 PAGES = [page for page in pages() if page not in ELSEWHERE and fragments(page)]
+LAST = "README.md"  # runs every day, the others with --full-matrix
+SCRIPTS = [page for page in pages() if page != LAST and scripts(page)]
 
 
 @pytest.mark.req("N-08")
@@ -97,18 +122,51 @@ def test_the_code_of_a_page_runs(
 ) -> None:
     """Each block runs after those above it, with the names that all pages share."""
     monkeypatch.chdir(tmp_path)
-    found = fragments(page)
 
-    alone = page_names(alone=True)
-    for block in found:
-        if block.note == "alone":
-            block.run(alone)
     with single_rank_group(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         names = page_names()
-        for block in found:
-            if block.note != "alone":
-                block.run(names)
+        for block in fragments(page):
+            block.run(names)
+
+
+@pytest.mark.few(1)
+@pytest.mark.slow
+@pytest.mark.req("N-08")
+@pytest.mark.parametrize("page", [*SCRIPTS, LAST])
+def test_a_script_of_a_page_runs_by_its_command(page: str, tmp_path: Path) -> None:
+    """In fresh processes, with nothing that the page does not show."""
+    found = scripts(page)
+    command = SCRIPT.match(found[0].text)["command"]  # type: ignore[index]  # a script
+    (tmp_path / str(found[0].script)).write_text("\n".join(b.text for b in found))
+    launch = "-m torch.distributed.run --standalone"
+    words = command.replace("torchrun", launch).removeprefix("python ").split()
+
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_block_that_needs_nothing_of_its_page_is_a_script() -> None:
+    """It imports torch and uses none of the names that pages share."""
+    shared = page_names(alone=True).keys() | {"model", "optimizer", "optim"}
+    unnamed = [
+        f"{page}, line {block.line}"
+        for page in PAGES
+        for block in fragments(page)[:1]
+        if "import torch\n" in block.text
+        if not shared & set(re.findall(r"\w+", block.text))
+    ]
+
+    assert unnamed == []
 
 
 def test_few_blocks_do_not_run() -> None:

@@ -89,6 +89,10 @@ def clip_grad_norm_(
         (HYBRID_SHARD) reduce no norm between them, so of one written into the gradients
         of one replica after the reduction, the ranks of that replica alone return NaN
         or raise; the others go on without waiting for them.
+
+    >>> model(x).sum().backward()
+    >>> norm = clip_grad_norm_(model, max_norm=1.0)
+    >>> optimizer.step()
     """
     order = as_order(norm_type, "clip_grad_norm_")
     max_norm = as_number("max_norm", max_norm, "clip_grad_norm_")

@@ -21,7 +21,7 @@ from composable_fsdp.features.checkpoint import run_checkpointed
 from composable_fsdp.naming import CHECKPOINTED_MODULE
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.options import by_name
-from composable_fsdp.planning.policies import evaluate_policy
+from composable_fsdp.planning.policies import AnyPolicy, evaluate_policy
 from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks
 
 __all__ = [
@@ -157,7 +157,7 @@ def apply_activation_checkpointing(
     model: nn.Module,
     checkpoint_wrapper_fn: Callable[[nn.Module], nn.Module] = checkpoint_wrapper,
     check_fn: Callable[[nn.Module], bool] = _always,
-    auto_wrap_policy: object = None,
+    auto_wrap_policy: AnyPolicy | None = None,
 ) -> None:
     """Wrap every selected module below ``model``, in place.
 

@@ -15,7 +15,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,9 @@ from composable_fsdp.config import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
+    Report,
     ShardingStrategy,
+    TiedParams,
 )
 from composable_fsdp.doors.wrapper_attributes import Attributes, attribute_of
 from composable_fsdp.doors.wrapping import PlainNames, post_order_apply
@@ -53,6 +55,9 @@ from composable_fsdp.tree.traversal import (
     walk_states,
 )
 from composable_fsdp.tree.unit_settings import make_precision
+
+if TYPE_CHECKING:
+    from composable_fsdp.planning.policies import AnyPolicy
 
 
 class FullyShardedDataParallel(Attributes, PlainNames):
@@ -108,7 +113,7 @@ class FullyShardedDataParallel(Attributes, PlainNames):
         process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
         sharding_strategy: ShardingStrategy | None = None,
         cpu_offload: CPUOffload | None = None,
-        auto_wrap_policy: object = None,
+        auto_wrap_policy: AnyPolicy | None = None,
         backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
@@ -122,11 +127,11 @@ class FullyShardedDataParallel(Attributes, PlainNames):
         device_mesh: DeviceMesh | None = None,
         *,
         expert_mesh: DeviceMesh | None = None,
-        tied_params: str = "error",
-        check_weights: str = "warn",
+        tied_params: TiedParams = "error",
+        check_weights: Report = "warn",
         wire: WireFormat | None = None,
         arena: Arena | None = None,
-        if_sharded: str = "error",
+        if_sharded: Literal["error", "skip"] = "error",
     ) -> None:
         again = module is self  # __new__ returned the existing wrapper
         if not again:

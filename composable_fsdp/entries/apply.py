@@ -24,6 +24,7 @@ from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.meshes import resolve_ranks
 from composable_fsdp.comm.nodes import sizes_for
 from composable_fsdp.compose.registry import API
+from composable_fsdp.config import TiedParams
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.handle import LEAVES, find_leaf
 from composable_fsdp.naming import WRAPPED_MODULE, join_name, quoted
@@ -37,6 +38,7 @@ from composable_fsdp.tree.traversal import walk_states
 from composable_fsdp.tree.unit_settings import mark_ignored
 
 if TYPE_CHECKING:
+    from composable_fsdp.planning.policies import AnyPolicy
     from composable_fsdp.runtime.materialize import Init
 
 # Imported when used: policies, initial values, and registered memory.
@@ -62,12 +64,12 @@ def prepare(
     process_group: Any = None,
     device_mesh: Any = None,
     expert_mesh: Any = None,
-    policy: object = None,
+    policy: AnyPolicy | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     ignored_states: Iterable[Any] | None = None,
     device_id: int | torch.device | None = None,
     sync_module_states: bool = False,
-    tied_params: str = "error",
+    tied_params: TiedParams = "error",
     api: str = API,
     param_init_fn: Init | None = None,
 ) -> Application:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,19 @@ from composable_fsdp.config import (
     Block,
     CPUOffload,
     MixedPrecision,
+    Report,
     RowBlock,
     ShardingStrategy,
+    TiedParams,
 )
 from composable_fsdp.entries.apply import Application, apply, prepare
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import PER_MODULE, UnitOptions, in_force
 from composable_fsdp.tree.state import _FSDPState
+
+if TYPE_CHECKING:
+    from composable_fsdp.planning.policies import AnyPolicy
 
 T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
 """A module, or a list of modules that becomes one unit."""
@@ -164,7 +169,7 @@ def fully_shard(
     process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
     device_mesh: DeviceMesh | None = None,
     expert_mesh: DeviceMesh | None = None,
-    policy: object = None,
+    policy: AnyPolicy | None = None,
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
     mixed_precision: MixedPrecision | None = None,
     cpu_offload: CPUOffload | None = None,
@@ -178,9 +183,9 @@ def fully_shard(
     limit_all_gathers: bool = True,
     block: Block | RowBlock = Block.ROW,
     group_by: Callable[[str, nn.Parameter], Hashable] | None = None,
-    if_sharded: str = "error",
-    tied_params: str = "error",
-    check_weights: str = "warn",
+    if_sharded: Literal["error", "skip"] = "error",
+    tied_params: TiedParams = "error",
+    check_weights: Report = "warn",
     wire: WireFormat | None = None,
     arena: Arena | None = None,
     use_orig_params: bool = True,

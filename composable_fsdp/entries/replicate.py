@@ -7,7 +7,7 @@ subtree a walk from a unit above does not enter; units of ``fully_shard`` below 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.compose.contract import contract
 from composable_fsdp.compose.registry import REPLICATE
-from composable_fsdp.config import ShardingStrategy
+from composable_fsdp.config import Report, ShardingStrategy, TiedParams
 from composable_fsdp.entries.apply import apply, prepare
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat import part_guards
@@ -30,6 +30,9 @@ from composable_fsdp.tree.root import compare_models
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
+if TYPE_CHECKING:
+    from composable_fsdp.planning.policies import AnyPolicy
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -40,12 +43,12 @@ def replicate(
     *,
     process_group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
-    policy: object = None,
+    policy: AnyPolicy | None = None,
     device_id: int | torch.device | None = None,
     init_sync: bool = True,
     limit_all_gathers: bool = True,
-    tied_params: str = "error",
-    check_weights: str = "warn",
+    tied_params: TiedParams = "error",
+    check_weights: Report = "warn",
 ) -> M:
     """Average the gradients of ``module`` over ranks; every rank holds all parameters.
 

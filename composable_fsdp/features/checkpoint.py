@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -40,7 +40,7 @@ def checkpoint(
     use_reentrant: bool = False,
     preserve_rng_state: bool = True,
     context_fn: Contexts | None = None,
-    determinism_check: str = "default",
+    determinism_check: Literal["default", "none"] = "default",
     debug: bool = False,
     early_stop: bool = True,
 ) -> None:

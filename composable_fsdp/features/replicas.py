@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.naming import join_name, quoted, takes_optimizer
 from composable_fsdp.tree.traversal import require_module, walk_states
 
 
+@takes_optimizer
 def replica_state_dict(
     module: nn.Module, optim: torch.optim.Optimizer
 ) -> dict[str, Any]:
@@ -44,6 +45,7 @@ def replica_state_dict(
     }
 
 
+@takes_optimizer
 @torch.no_grad()
 def load_replica_state_dict(
     module: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from composable_fsdp.config import OptimStateKeyType, ShardingStrategy
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import strip_wrapper
+from composable_fsdp.naming import strip_wrapper, takes_optimizer
 from composable_fsdp.optim.names import Group, Named, Table, groups_of, name_parameters
 from composable_fsdp.planning.options import by_name
 
@@ -189,6 +189,7 @@ def aligned_groups(table: Table, saved: dict[str, Any]) -> list[Group]:
     return result
 
 
+@takes_optimizer
 def rekey_optim_state_dict(
     optim_state_dict: dict[str, Any],
     optim_state_key_type: OptimStateKeyType,

@@ -20,7 +20,7 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
-from composable_fsdp.naming import quoted, strip_wrapper
+from composable_fsdp.naming import quoted, strip_wrapper, takes_optimizer
 from composable_fsdp.optim.flat_state import flatten_state
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import (
@@ -76,6 +76,7 @@ def optim_state_dict_to_load(
 ) -> list[dict[str, Any]]: ...
 
 
+@takes_optimizer
 def optim_state_dict_to_load(
     model: nn.Module,
     optim: Optimizers,

@@ -24,6 +24,7 @@ from composable_fsdp.config import (
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef
+from composable_fsdp.naming import takes_optimizer
 from composable_fsdp.optim.keys import aligned_groups
 from composable_fsdp.optim.names import (
     Group,
@@ -52,6 +53,7 @@ from composable_fsdp.tree.traversal import _get_fsdp_states
 _WHAT = "optim_state_dict"
 
 
+@takes_optimizer
 def optim_state_dict(
     model: nn.Module,
     optim: Optimizers,

@@ -12,7 +12,7 @@ from composable_fsdp.access.gather import gather_slot
 from composable_fsdp.access.single import closest_names, find_parameter, unit_of
 from composable_fsdp.errors import CheckpointError, CompositionError
 from composable_fsdp.flat.param_ref import ParamRef
-from composable_fsdp.naming import quoted
+from composable_fsdp.naming import quoted, takes_optimizer
 from composable_fsdp.optim.flat_state import originals
 from composable_fsdp.optim.names import Named, meet_for_state, require_pair
 from composable_fsdp.optim.original_view import over_originals
@@ -22,6 +22,7 @@ from composable_fsdp.optim.state_exchange import require_same_state
 from composable_fsdp.optim.step_checks import require_elementwise
 
 
+@takes_optimizer
 def get_full_optim_state(
     model: nn.Module, optim: Optimizer, fqn: str
 ) -> dict[str, Any]:
@@ -57,6 +58,7 @@ def get_full_optim_state(
     return result
 
 
+@takes_optimizer
 @torch.no_grad()
 def set_full_optim_state(
     model: nn.Module, optim: Optimizer, fqn: str, state: dict[str, Any]

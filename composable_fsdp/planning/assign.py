@@ -22,7 +22,7 @@ from composable_fsdp.compose.registry import (
     incompatible_api,
     other_apis,
 )
-from composable_fsdp.config import ShardingStrategy
+from composable_fsdp.config import ShardingStrategy, TiedParams
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning import walk
@@ -58,7 +58,7 @@ class PlanRequest(NamedTuple):
     """Modules whose own parameters stay unsharded; whole subtrees."""
     ignored_parameters: frozenset[int] = frozenset()
     """Ids of parameters that stay unsharded."""
-    tied_params: str = "error"
+    tied_params: TiedParams = "error"
     held: Collection[int] = frozenset()
     """Ids of parameters that units of earlier calls may hold."""
     owner_of: Callable[[nn.Parameter], str | None] = lambda parameter: None
@@ -71,7 +71,7 @@ def make_request(
     *,
     ignored_modules: Sequence[nn.Module] = (),
     ignored_states: Sequence[Any] = (),
-    tied_params: str = "error",
+    tied_params: TiedParams = "error",
     **others: Any,
 ) -> PlanRequest:
     """Return a checked request; ``others`` are further fields of ``PlanRequest``.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from types import NoneType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from composable_fsdp.config import (
     Block,
     CPUOffload,
     MixedPrecision,
+    Report,
     RowBlock,
     ShardingStrategy,
     require_bool,
@@ -53,7 +54,7 @@ class Dtypes(NamedTuple):
     gradient: torch.dtype
 
 
-CHECKS = ("warn", "error", "off")
+CHECKS = get_args(Report)
 """Values of ``check_weights``: what happens if ranks shard different weights."""
 
 
@@ -74,7 +75,7 @@ class UnitOptions:
     mixed_precision: MixedPrecision | None = None
     cpu_offload: CPUOffload | None = None
     group_by: GroupBy | None = None
-    check_weights: str = "warn"
+    check_weights: Report = "warn"
     wire: WireFormat | None = None
     arena: Arena | None = None
 

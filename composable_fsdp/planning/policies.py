@@ -40,6 +40,10 @@ class Policy(Protocol):
         ...  # a protocol has no body
 
 
+AnyPolicy = Policy | Callable[..., bool] | Callable[..., Mapping[Any, Any]]
+"""What ``policy`` takes: an object with ``_run_policy``, or a function (above)."""
+
+
 class ModuleWrapPolicy:
     """Makes every module of the given classes a unit with the root's options.
 

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.compare import Progress, View
-from composable_fsdp.storage.directory import MANIFEST, appear, write_synced
+from composable_fsdp.storage.directory import MANIFEST, appear, path_text, write_synced
 from composable_fsdp.storage.formats.dcp_read import METADATA, NOTES
 from composable_fsdp.storage.formats.files import SafetensorsWriter
 from composable_fsdp.storage.formats.nested import nested_tree
@@ -31,6 +31,7 @@ from composable_fsdp.storage.opening import (
     NATIVE,
     SAFETENSORS,
     TORCH,
+    Format,
     open_source,
 )
 from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
@@ -202,7 +203,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 def convert(
     source: str | PathLike[str] | Source,
     destination: str | PathLike[str],
-    to: str,
+    to: Format,
     *,
     weights_only: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -238,7 +239,7 @@ def convert(
     """
     if to not in FORMATS:
         raise ValueError(f"convert expects to= one of {FORMATS}, got {to!r}.")
-    require_local(fspath(destination), "convert to another format")
+    require_local(path_text(destination, "convert"), "convert to another format")
     with opened(source) as found:
         # Rank 0 of 1 rank: a source has random states of all ranks or of no rank.
         left_out = [] if found.rng(0, 1) is None else ["random states"]

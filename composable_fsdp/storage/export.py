@@ -96,6 +96,7 @@ def export_safetensors(
 
     >>> export_safetensors("exported", model)
     """
+    path_text(path, "export_safetensors")
     if isinstance(source, nn.Module):
         export_module(path, source, max_shard_bytes, dtype)
         return

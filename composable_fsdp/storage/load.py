@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import listed, quoted
+from composable_fsdp.naming import listed, quoted, takes_optimizer
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.runtime.meta_values import unfilled_buffers
 from composable_fsdp.storage.compare import (
@@ -103,6 +103,7 @@ class LoadOptions:
     None: if ``path`` is a URL."""
 
 
+@takes_optimizer
 # Tensors made in inference mode could not be trained with.
 @torch.inference_mode(False)
 def load(
@@ -140,6 +141,10 @@ def load(
     ``share`` two more, and broadcasts of values); all ranks of the module's mesh must
     call.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
+
+    >>> save("runs/step-200", model, optimizer, {"epoch": 2})
+    >>> load("runs", model, optimizer)  # the newest
+    {'epoch': 2}
     """
     team = team_of(module, "load")
     job = _Load(team, module, optim, extra)

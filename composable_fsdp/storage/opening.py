@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
@@ -51,7 +51,11 @@ class _Format(NamedTuple):
     opener: Callable[[str], Source]
 
 
-NATIVE, DCP, SAFETENSORS, TORCH = "native", "dcp", "safetensors", "torch"
+Format = Literal["native", "dcp", "safetensors", "torch"]
+NATIVE: Final = "native"
+DCP: Final = "dcp"
+SAFETENSORS: Final = "safetensors"
+TORCH: Final = "torch"
 _FORMATS: dict[str, _Format] = {
     NATIVE: _Format(
         f"a checkpoint of this library ({MANIFEST})", (MANIFEST,), b"", NativeSource

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import listed
+from composable_fsdp.naming import listed, takes_optimizer
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.storage.commit import (
     begin,
@@ -118,6 +118,7 @@ class SaveOptions:
             )
 
 
+@takes_optimizer
 def save(
     path: str | os.PathLike[str],
     module: nn.Module,
@@ -151,6 +152,8 @@ def save(
     holds the ranks of the module's mesh (all ranks, for a plain module); all of them
     must call. No tensor is sent.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
+
+    >>> save("runs/step-200", model, optimizer, {"epoch": 2})
     """
     team = team_of(module, "save")
     write(team, prepare(team, path, module, optim, extra, options))
@@ -382,6 +385,7 @@ def snapshot(memory: SaveMemory, pieces: Sequence[Piece]) -> list[Piece]:
     return copies
 
 
+@takes_optimizer
 def async_save(
     path: str | os.PathLike[str],
     module: nn.Module,

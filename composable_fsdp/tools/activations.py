@@ -33,6 +33,7 @@ from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tools.simulated_world import tensors_of
 from composable_fsdp.tools.step_memory import Event
 from composable_fsdp.tools.storages import Block, Change, StorageLog
+from composable_fsdp.tree.traversal import require_module
 
 LIVE, HELD, GRADIENTS = "live", "held", "gradients"
 """Kinds of a block: tensors of the step; parameters and buffers; their gradients."""
@@ -65,7 +66,8 @@ def measure_activations(
             checkpointing. Default False.
 
     Returns: the activations, for ``forecast``.
-    Raises: PlanError, if the step fails on fake tensors.
+    Raises: TypeError, if ``module`` is none; PlanError, if the step fails on fake
+        tensors.
 
     >>> from composable_fsdp import forecast, plan
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
@@ -74,12 +76,13 @@ def measure_activations(
     >>> max(m.memory.activations for m in forecast(planned, activations=found).moments)
     256
     """
+    require_module(module, "measure_activations")
     # Copies, because an iterator would be exhausted by the text of the shapes.
     given = dict(inputs) if isinstance(inputs, Mapping) else list(inputs)
     # A scalar has an empty shape.
     shapes = ("x".join(map(str, each.shape)) or "1" for each in tensors_of(given))
     text = batch or ", ".join(shapes)
-    log = StepLog()
+    log = OpLog()
     with (
         explained(type(module).__name__, log.place),
         fake_tensors(makes_dtensors=False),
@@ -201,7 +204,7 @@ def _checkpoint_units(module: nn.Module, plan: ShardingPlan, stack: ExitStack) -
         stack.callback(delattr, each, "forward")
 
 
-class StepLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no types
+class OpLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no types
     """Counts the bytes of a step by the unit that computes."""
 
     def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from composable_fsdp.config import DeviceType
 from composable_fsdp.tools.memory import (
     Activations,
     OptimizerMemory,
@@ -15,7 +16,7 @@ def forecast(
     *,
     optimizer: str | float | OptimizerMemory = "adamw",
     activations: Activations | None = None,
-    device_type: str = "cuda",
+    device_type: DeviceType = "cuda",
 ) -> Forecast:
     """Return the memory of a rank and the traffic of a step, with an optimizer.
 

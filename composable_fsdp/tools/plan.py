@@ -21,6 +21,7 @@ from composable_fsdp.config import (
     MixedPrecision,
     RowBlock,
     ShardingStrategy,
+    TiedParams,
 )
 from composable_fsdp.entries.apply import as_list, owner_of
 from composable_fsdp.entries.fully_shard import FSDP2_NAMES, unknown_text
@@ -30,14 +31,14 @@ from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import make_request
 from composable_fsdp.planning.options import GroupBy, UnitOptions
-from composable_fsdp.planning.policies import evaluate_policy
+from composable_fsdp.planning.policies import AnyPolicy, evaluate_policy
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.model_units import chosen_units
 from composable_fsdp.tools.plan_in_force import unit_plan
 from composable_fsdp.tools.replan import replan
 from composable_fsdp.tools.sharding_plan import ShardingPlan, plan_modules
 from composable_fsdp.tools.tensor_parallel import check_sizes
-from composable_fsdp.tree.traversal import walk_states
+from composable_fsdp.tree.traversal import require_module, walk_states
 
 _NAMES = {
     **{name: FSDP2_NAMES[name] for name in FSDP2_NAMES if "mesh" not in name},
@@ -74,7 +75,7 @@ def plan(
     *,
     world_size: int | None = None,
     shard_world_size: int | None = None,
-    policy: object = None,
+    policy: AnyPolicy | None = None,
     units: Iterable[nn.Module | str | Sequence[nn.Module | str]] | None = None,
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
     mixed_precision: MixedPrecision | None = None,
@@ -86,7 +87,7 @@ def plan(
     group_by: GroupBy | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
-    tied_params: str = "error",
+    tied_params: TiedParams = "error",
     wire: WireFormat | None = None,
     arena: Arena | None = None,
 ) -> ShardingPlan:
@@ -150,8 +151,7 @@ def plan(
     >>> [unit.fqn for unit in plan(model, world_size=4, units=["*"]).units]
     ['', '0', '1']
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"plan expects a module, got a {type(module).__name__}.")
+    require_module(module, "plan")
     if policy is not None and units is not None:
         raise PlanError(
             "plan expects policy or units, not both: each selects the units."

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.access.grads import clip_grad_norm_
+from composable_fsdp.config import DeviceType
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.region import TrainableRegion
@@ -59,7 +60,7 @@ def simulate(
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: str | MakeOptimizer = "adamw",
     max_norm: float | None = None,
-    device_type: str = "cuda",
+    device_type: DeviceType = "cuda",
     machine: Machine | None = None,
     **options: Any,
 ) -> Simulation:

@@ -68,18 +68,18 @@ def nothing(model: nn.Module) -> None:
     """Leave the model as it is."""
 
 
-def by_class(built: Built) -> object:
+def by_class(built: Built) -> Any:
     """A unit for every layer, by class."""
     return ModuleWrapPolicy(set(built.layers))
 
 
-def by_callable(built: Built) -> object:
+def by_callable(built: Built) -> Any:
     """The same through FSDP1's function."""
     layers = set(built.layers)
     return partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
 
 
-def by_own_names(built: Built) -> object:
+def by_own_names(built: Built) -> Any:
     """A unit for every module whose class the model itself says not to split."""
     names: Any = built.model._no_split_modules
     return CustomPolicy(lambda module: type(module).__name__ in names)
@@ -88,9 +88,9 @@ def by_own_names(built: Built) -> object:
 def shard(
     built: Built,
     path: str = "composable",
-    choose: Callable[[Built], object] = by_class,
+    choose: Callable[[Built], Any] = by_class,
     *,
-    tied_params: str = "promote",
+    tied_params: Any = "promote",
 ) -> nn.Module:
     """Apply one of the two paths by policy."""
     policy = choose(built)
@@ -105,7 +105,7 @@ def train_architecture(
     world: World,
     name: str,
     path: str,
-    choose: Callable[[Built], object] = by_class,
+    choose: Callable[[Built], Any] = by_class,
     before: Change = nothing,
     after: Change = nothing,
 ) -> None:
@@ -137,7 +137,7 @@ def train_architecture(
 @pytest.mark.parametrize("choose", [by_class, by_own_names])
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_the_plain_model(
-    ranks: RankCount, name: str, choose: Callable[[Built], object], path: str
+    ranks: RankCount, name: str, choose: Callable[[Built], Any], path: str
 ) -> None:
     """Three steps of AdamW leave the same losses and the same state dict."""
     ranks(2).run(train_architecture, name, path, choose)

@@ -194,6 +194,7 @@ def run_page(world: World, package: str) -> tuple[list[float], dict[str, Any]]:
     """Run the page's script with its imports from ``package``."""
     (text,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
+    text = text.replace('dist.init_process_group("gloo")\n', "")  # the world has one
     exec(text.replace("composable_fsdp.fsdp2", package), names)
     return names["losses"], {k: v.tolist() for k, v in names["full"].items()}
 

@@ -78,7 +78,7 @@ def run(model: Any = None, **options: Any) -> Simulation:
     ],
 )
 def test_the_peak_is_the_planned_one(
-    world_size: int, device_type: str, optimizer: str, options: dict[str, Any]
+    world_size: int, device_type: Any, optimizer: str, options: dict[str, Any]
 ) -> None:
     """Within 1 %, on any number of ranks, also where regions are coalesced."""
     found = run(

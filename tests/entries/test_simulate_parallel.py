@@ -251,7 +251,7 @@ def test_a_tensor_parallel_step_is_the_real_one(make: Callable[[], Text]) -> Non
     ],
 )
 def test_the_peak_is_the_planned_one(
-    dp: int, tp: int, device_type: str, optimizer: str, options: dict[str, Any]
+    dp: int, tp: int, device_type: Any, optimizer: str, options: dict[str, Any]
 ) -> None:
     """Within 1 %, and the runtime's collectives are those of the plan."""
     with patch.object(sys.modules[__name__], "WIDTH", 1024):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +169,6 @@ REFUSED: dict[str, Wrong] = {
     r"expects a list of modules, got one Sequential\. Pass \[module\];": (
         lambda m, p: api.access.set_modules_to_forward_prefetch(sharded(), m)
     ),
-    r"expects a model and its optimizer, got a SGD and a Sequ": (
-        lambda m, p: api.optim_state_dict(torch.optim.SGD(m.parameters()), m)
-    ),
     r"OptimStateKeyType\.PARAM_NAME": (
         lambda m, p: api.optim.rekey_optim_state_dict({}, 1, m)
     ),
@@ -229,6 +228,71 @@ def test_a_wrong_call_is_named_and_the_model_goes_on(
     assert isinstance(model[0].weight, nn.Parameter)
     cf.fully_shard(model, if_sharded="skip")
     backward(model(torch.ones(1, 8)).sum())
+
+
+def functions() -> dict[str, Any]:
+    """The public functions of two arguments or more that may be passed by position."""
+    homes = [cf, cf.access, cf.features, cf.optim, cf.storage, cf.tools]
+    found = {name: getattr(home, name) for home in homes for name in home.__all__}
+    return {
+        name: function
+        for name, function in found.items()
+        if inspect.isfunction(function)
+        # The backward alone calls hooks; map_on_owners begins with two lists.
+        if len(positional(function)) > 1 and not name.endswith(("_hook", "_owners"))
+    }
+
+
+def positional(function: Any) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+@pytest.mark.req("N-09")
+@pytest.mark.parametrize("name", functions())
+def test_a_swapped_first_argument_is_named(
+    one_rank: World, name: str, tmp_path: Path
+) -> None:
+    """The function, or the argument, says what it expects; nothing is written."""
+    model, function = sharded(), functions()[name]
+    optimizer = torch.optim.AdamW(model.parameters())
+    values = dict.fromkeys(("module", "model", "module_or_params", "source"), model)
+    values.update(optim=optimizer, path=str(tmp_path / "new"), fqn="0.weight")
+    values.update(max_norm=1.0, norm_type=2.0, name="generate", to="dcp", extra={})
+    second, first, *rest = (values.get(each, object()) for each in positional(function))
+
+    # A context manager looks at its arguments when the block begins.
+    text = message_of(lambda: ExitStack().enter_context(function(first, second, *rest)))
+
+    told_by = "|".join([name.removeprefix("async_"), *positional(function)])
+    assert re.match(rf"(Type|Value)Error: ({told_by}) expects ", text), text
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.req("N-09")
+@pytest.mark.parametrize(
+    "name",
+    [n for n, function in functions().items() if "optim" in positional(function)],
+)
+def test_optimizer_is_another_name_of_optim(name: str) -> None:
+    """In every public function with an ``optim``; both at once are refused."""
+    text = message_of(lambda: functions()[name](optim=None, optimizer=None))
+
+    assert "optim= and optimizer=, two names of one argument" in text
+
+
+def test_a_checkpoint_is_saved_and_loaded_by_the_other_name(
+    one_rank: World, tmp_path: Path
+) -> None:
+    """``optimizer=`` reaches ``optim``."""
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    api.save(tmp_path / "run", model, optimizer=optimizer)
+    optimizer.param_groups[0]["lr"] = 0.1
+
+    api.load(tmp_path / "run", model, optimizer=optimizer)
+
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 VERBS: dict[str, Callable[[Any], object]] = {

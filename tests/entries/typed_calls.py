@@ -42,6 +42,8 @@ def refused(net: Net) -> None:
     fully_shard(net, strategi=3)  # type: ignore[call-arg]
     fully_shard(net, strategy="FULL_SHARD")  # type: ignore[arg-type]
     fully_shard(net, cpu_offload=True)  # type: ignore[arg-type]
+    fully_shard(net, if_sharded="replace")  # type: ignore[arg-type]
+    fully_shard(net, policy=Net)  # type: ignore[arg-type]
     fully_shard(net, None)  # type: ignore[call-arg]
     fully_shard()  # type: ignore[call-arg]
     fully_shard(net, reshard_after_forward=True)  # type: ignore[call-arg]

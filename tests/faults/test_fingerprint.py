@@ -366,7 +366,8 @@ def test_values_at_the_first_step_are_the_ones_that_count(world: World) -> None:
 def test_an_error_is_chosen_before_a_warning(world: World) -> None:
     """Units have their own ``check_weights``."""
     model = build(seed=world.rank)
-    for layer, how in zip(model, ("warn", "off", "error"), strict=True):
+    hows: list[Any] = ["warn", "off", "error"]
+    for layer, how in zip(model, hows, strict=True):
         fully_shard(layer, check_weights=how)
     fully_shard(model, check_weights="off")
 
@@ -379,7 +380,8 @@ def test_an_error_is_chosen_before_a_warning(world: World) -> None:
 def test_check_weights_is_checked_and_compared() -> None:
     """A wrong value is refused, and ``if_sharded="skip"`` sees another value."""
     with fake_world(2):
-        for apply in (fully_shard, replicate, FullyShardedDataParallel):
+        doors: list[Any] = [fully_shard, replicate, FullyShardedDataParallel]
+        for apply in doors:
             with pytest.raises(PlanError, match="'warn', 'error' or 'off', got 'no'"):
                 apply(build(), check_weights="no")
         model = fully_shard(build(), check_weights="off")

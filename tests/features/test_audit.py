@@ -488,7 +488,7 @@ def test_the_action_of_an_audit(world: World) -> None:
     assert len(said(norms, again)) == 1
     assert said(norms, again) == []
     with pytest.raises(ValueError, match="expects an action of warn, error, off"):
-        audit(again, "loud")
+        audit(again, "loud")  # type: ignore[arg-type]  # a mistake
 
 
 @on_ranks(2)

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
-from transformers import LlamaForCausalLM
 
 from tests.integrations_env.huggingface import alone, arguments
 from tests.integrations_env.tiny_llama import Tokens, tiny_llama
@@ -25,11 +23,9 @@ def test_the_code_of_the_page_runs(
     found = fragments("docs/hugging_face.md")
     names: dict[str, Any] = {
         "DataLoader": DataLoader,
-        "LlamaForCausalLM": LlamaForCausalLM,
         "Tokens": Tokens,
         "arguments": lambda folder: arguments(Path(folder), max_steps=2),
         "tiny_llama": tiny_llama,
-        "torch": torch,
     }
 
     with alone(), single_rank_group(), warnings.catch_warnings():

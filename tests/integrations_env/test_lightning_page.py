@@ -65,7 +65,6 @@ def test_the_blocks_of_the_page_run(
         "LitModel": LitModel,
         "Model": Model,
         "loader": DataLoader(cast(Any, data), 4),
-        "torch": torch,
     }
     found = fragments("docs/lightning.md")
 

@@ -28,7 +28,7 @@ from composable_fsdp import (
 from composable_fsdp.errors import PlanError
 from composable_fsdp.features import Float8Wire
 from tests.support.on_ranks import on_ranks
-from tests.support.page_names import page_names
+from tests.support.page_names import page_names, prelude_names
 from tests.support.place import World
 from tests.support.reference import (
     adamw,
@@ -284,8 +284,9 @@ def test_the_code_of_the_page_runs() -> None:
 
     with single_rank_group(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        names = page_names()
-        lora.run(names)
+        other = page_names() | prelude_names()
+        lora.run(other)
+        names = page_names() | {"LoRA": other["LoRA"]}
         for block in fragments(PAGE):
             block.run(names)
         model: Any = names["model"]

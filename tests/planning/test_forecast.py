@@ -70,7 +70,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 def test_rows_and_moments_are_the_arithmetic_of_the_plan(
-    options: dict[str, Any], device: str
+    options: dict[str, Any], device: Any
 ) -> None:
     """Rows sum to the plan's totals; the step's peak is the plan's, kind by kind."""
     planned = text_plan(**options)

@@ -34,7 +34,7 @@ def loaded(path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("to", WHOLE)
 @pytest.mark.parametrize("through", WHOLE)
 def test_a_checkpoint_is_the_same_after_going_through_two_formats(
-    tmp_path: Path, through: str, to: str
+    tmp_path: Path, through: Any, to: Any
 ) -> None:
     """Values, dtypes, shapes, ties, optimizer, groups, extra: bit by bit."""
     first = saved(tmp_path / "first.pt")
@@ -150,7 +150,7 @@ def test_what_cannot_be_understood_is_named(
 
 
 @pytest.mark.parametrize("to", ["native", "torch", "dcp", "safetensors"])
-def test_an_error_on_the_way_leaves_nothing(tmp_path: Path, to: str) -> None:
+def test_an_error_on_the_way_leaves_nothing(tmp_path: Path, to: Any) -> None:
     """The working directory is removed, and the destination does not exist."""
 
     def fail(read: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,7 +124,7 @@ def check_run(world: World, folder: str) -> None:
 @pytest.mark.req("U-06")
 @pytest.mark.parametrize("to", ["dcp", "torch", "native"])
 def test_what_several_ranks_saved_converts_to_what_gathering_gives(
-    ranks: RankCount, tmp_path: Path, to: str
+    ranks: RankCount, tmp_path: Path, to: Any
 ) -> None:
     """Weights, ties and optimizer state of a sharded run, by the plain names."""
     ranks(3).run(check_run, str(tmp_path))

@@ -1,12 +1,12 @@
 """The names that code blocks of the documentation use without defining them.
 
 ``docs/how_to/index.md`` describes them to readers: a model with ``embed``, ``blocks``,
-``norm`` and ``head``, batches, and a loss.
+``norm`` and ``head``, batches, and a loss. Modules and the names of the package are not
+among them: each page shows its imports.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any, cast
 
 import torch
@@ -67,6 +67,12 @@ def sharded() -> Net:
     return fully_shard(Net(), policy=ModuleWrapPolicy({Block}))
 
 
+def prelude_names() -> dict[str, Any]:
+    """Return what code that runs before a block, unseen by readers, may use."""
+    names: dict[str, Any] = {"torch": torch, "dist": dist, "nn": nn}
+    return names | {n: getattr(composable_fsdp, n) for n in composable_fsdp.__all__}
+
+
 def page_names(*, alone: bool = False) -> dict[str, Any]:
     """Return the names of a page.
 
@@ -75,9 +81,7 @@ def page_names(*, alone: bool = False) -> dict[str, Any]:
     """
     dataset = [torch.arange(i, i + LENGTH) % VOCABULARY for i in range(8)]
     loader = [torch.stack(dataset[i : i + 2]) for i in range(0, 8, 2)]
-    names: dict[str, Any] = {"torch": torch, "dist": dist, "nn": nn, "os": os}
-    names.update({n: getattr(composable_fsdp, n) for n in composable_fsdp.__all__})
-    names.update(Block=Block, build_model=Net, loss_of=loss_of)
+    names: dict[str, Any] = {"Block": Block, "build_model": Net, "loss_of": loss_of}
     names.update(dataset=dataset, loader=loader, batch=loader[0])
     if not alone:
         model = sharded()

@@ -36,7 +36,7 @@ def flip(path: Path) -> None:
     [("native", "rank00000.safetensors"), ("dcp", "__0_0.distcp"), ("torch", "")],
 )
 def test_verify_finds_one_flipped_bit(
-    tmp_path: Path, run: Run, checkpoint: Path, to: str, file: str
+    tmp_path: Path, run: Run, checkpoint: Path, to: Any, file: str
 ) -> None:
     """Status 1 and one message that names the file, no traceback; JSON says so too."""
     convert(checkpoint, tmp_path / "out", to)

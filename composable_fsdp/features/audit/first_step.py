@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch.overrides import (
 from torch.utils._device import DeviceContext
 
 from composable_fsdp.access.settings import units_of
+from composable_fsdp.config import Report
 from composable_fsdp.features.audit import rules
 from composable_fsdp.features.audit.graphs import watch_graphs
 from composable_fsdp.features.audit.rules import Part
@@ -44,7 +45,7 @@ from composable_fsdp.optim.step_hooks import install_step_hooks
 from composable_fsdp.tree.moments import Observer
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
-_ACTIONS = ("warn", "error", "off")
+_ACTIONS = get_args(Report)
 # One before which gradients were cleared counts for half of them: then the program has
 # its own way to step.
 _PATIENCE = 64
@@ -54,7 +55,7 @@ _wanted: weakref.WeakKeyDictionary[_FSDPState, str] = weakref.WeakKeyDictionary(
 _nodes: weakref.WeakKeyDictionary[RuntimeContext, object] = weakref.WeakKeyDictionary()
 
 
-def audit(module: nn.Module, action: str = "warn") -> None:
+def audit(module: nn.Module, action: Report = "warn") -> None:
     """Audit the next step of a sharded model, as its first step is with "warn".
 
     From here to the forward after the next optimizer step, functions are told that take

@@ -20,6 +20,7 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.operations import Operation, begin
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.storage.team import Team, team_of
+from composable_fsdp.tree.traversal import require_module
 
 T = TypeVar("T")
 
@@ -52,10 +53,11 @@ def even_batches(
     Collective: an all-reduce of three integers per turn, on a private gloo group and
         not waited for before the turn ends; all ranks of the module must iterate. The
         call itself waits for the other ranks, and creates the group at its first use.
-    Raises: ValueError, for another policy; DesyncError, if another rank does not make
-        this call. While iterating, on all ranks alike: DesyncError for ``"error"``, if
-        a rank has no batch to repeat, and if the loader of another rank raised; the
-        rank itself raises the error of its loader.
+    Raises: TypeError, if ``module`` is none; ValueError, for another policy;
+        DesyncError, if another rank does not make this call. While iterating, on all
+        ranks alike: DesyncError for ``"error"``, if a rank has no batch to repeat, and
+        if the loader of another rank raised; the rank itself raises the error of its
+        loader.
 
     >>> for batch, weight in even_batches(loader, model, policy="pad"):
     ...     (loss_of(batch) * weight).backward()
@@ -68,6 +70,7 @@ def even_batches(
             f"even_batches expects a policy of {', '.join(get_args(Policy))}, got "
             f"{policy!r}."
         )
+    require_module(module, "even_batches")
     team = team_of(module, f"even_batches(policy={policy!r})", "even batches")
     return _turns(_Source(loader, team), policy)
 

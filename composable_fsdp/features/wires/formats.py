@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ class Float8Wire(WireFormat):
     Raises: ValueError, for another ``scale``.
     """
 
-    scale: str = "row"
+    scale: Literal["row", "tensor"] = "row"
     needs_rows = True
 
     def __post_init__(self) -> None:
