@@ -14,7 +14,13 @@ import torch
 from torch import nn
 
 from benchmarks import llama
-from composable_fsdp import MixedPrecision, plan
+from composable_fsdp import (
+    BackwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+    plan,
+    simulate,
+)
 from composable_fsdp.errors import PlanError
 from composable_fsdp.tools import MACHINES, Activations, Machine, measure_activations
 from tests.support.scripts import Run
@@ -169,6 +175,30 @@ def test_overlap_is_that_of_the_options() -> None:
     assert ahead <= usual < never
 
     assert seconds(replace(even, launch=1e-2)) > 0.3
+
+
+@pytest.mark.req("N-13", "N-02")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"backward_prefetch": None},
+        {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+        {"strategy": ShardingStrategy.SHARD_GRAD_OP},
+        {"strategy": ShardingStrategy.HYBRID_SHARD, "shard_world_size": 4},
+    ],
+)
+def test_the_time_is_that_of_the_simulated_runtime(options: dict[str, Any]) -> None:
+    """Within 4 %, where computing and sending take equally long."""
+    machine = replace(FREE, operations_per_second=1e12, link_bytes_per_second=2e9)
+    with torch.device("meta"):
+        net = Net()
+    batch = torch.zeros(512, 1024, device="meta")
+    given: dict[str, Any] = {"world_size": 8, "units": ["layers.*"], **options}
+
+    found = simulate(net, batch=batch, optimizer="none", machine=machine, **given)
+
+    assert seconds(machine, **options) == pytest.approx(found.seconds, rel=0.04)
 
 
 def test_an_all_reduce_of_nodes_is_limited_by_their_links() -> None:
