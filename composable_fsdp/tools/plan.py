@@ -176,16 +176,7 @@ def plan(
     if wrapped is not None and get_state(wrapped, API) is not None:
         module = wrapped
     sharded = _sharded_units(module)
-    ranks = world_size
-    # All units of a model are over the same ranks, in shards or replicas.
-    if ranks is None and sharded:
-        first = next(iter(sharded.values()))
-        ranks = first.shard_world_size * first.replicas
-    if ranks is None:
-        raise PlanError(
-            "plan expects world_size, the number of ranks, for a module that is not "
-            "sharded. Pass for example world_size=8."
-        )
+    ranks = _world_size(world_size, sharded)
     check_sizes(ranks, shard_world_size)
     # The root is sharded, so no parameter is left.
     if module in sharded:
@@ -221,6 +212,19 @@ def plan(
         tuple(by_name[name] for name, _ in walk.named(module) if name in by_name),
         ranks,
         (*rest.warnings, *kept.warnings),
+    )
+
+
+def _world_size(given: int | None, sharded: dict[nn.Module, UnitPlan]) -> int:
+    """Return the number of ranks: as given, or those of the units that are sharded."""
+    if given is not None:
+        return given
+    # All units of a model are over the same ranks, in shards or replicas.
+    for unit in sharded.values():
+        return unit.shard_world_size * unit.replicas
+    raise PlanError(
+        "plan expects world_size, the number of ranks, for a module that is not "
+        "sharded. Pass for example world_size=8."
     )
 
 

@@ -40,7 +40,7 @@ OWN = re.compile(
     r"(?P<published>[\d,]+) \| (?P<planned>[\d,]+) \| (?P<off>[-+][\d.]+) % \|",
     re.MULTILINE,
 )
-NO_LINK: dict[str, float] = {
+NO_LINK: dict[str, Any] = {
     "link_bytes_per_second": 1e30,
     "node_bytes_per_second": 1e30,
     "latency": 0.0,
