@@ -31,6 +31,7 @@ class _Change(NamedTuple):
     text: str
     option: str
     changes: Mapping[str, Any]
+    matters: bool
 
 
 def fit(found: Forecast, capacity: int, cut: int = 1) -> dict[str, Any]:
@@ -148,53 +149,51 @@ def _changes(found: Forecast) -> list[_Change]:
     low = MixedPrecision(param_dtype=torch.bfloat16)
     offload = CPUOffload(offload_params=True)
     name = strategy.name.lower().replace("_", "-")
-    # Text, option of the command line, arguments of ``replan``, and whether it changes
-    # anything. In the order of what a user loses: first memory for time, at last the
-    # host.
-    rows: list[tuple[str, str, dict[str, Any], bool]] = [
-        (
+    # In the order of what a user loses: first memory for time, at last the host.
+    rows = [
+        _Change(
             f"strategy={strategy.name}",
             f"--strategy {name}",
             {"strategy": strategy},
             any(o.strategy not in (full, hybrid) for o in options),
         ),
-        (
+        _Change(
             "one shard group of all ranks, without replicas",
             "--strategy full-shard, without --shard-world-size",
             {"shard_world_size": plan.world_size, "strategy": full},
             # NO_SHARD has replicas without groups, and FULL_SHARD is its change.
             any(u.shard_world_size > 1 and u.replicas > 1 for u in units),
         ),
-        (
+        _Change(
             "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)",
             "--param-dtype bfloat16",
             {"mixed_precision": low},
             any(o.mixed_precision is None for o in options),
         ),
-        (
+        _Change(
             "backward_prefetch=None",
             "--backward-prefetch none",
             {"backward_prefetch": None},
             any(o.backward_prefetch is not None for o in options),
         ),
-        (
+        _Change(
             "block=Block.ELEMENT",
             "--block element",
             {"block": Block.ELEMENT},
             # Less padding is not worth sharded parameters of one dimension.
             plan.padded_numel > 1.01 * plan.numel,
         ),
-        (
+        _Change(
             "activation checkpointing of each unit",
             "--checkpointing",
             {"checkpointing": True},
             activations is not None and not activations.checkpointed,
         ),
-        (
+        _Change(
             "cpu_offload=CPUOffload(offload_params=True)",
             "--cpu-offload",
             {"cpu_offload": offload},
             not all(unit.is_offloaded for unit in units),
         ),
     ]
-    return [_Change(text, opt, made) for text, opt, made, holds in rows if holds]
+    return [row for row in rows if row.matters]

@@ -67,8 +67,11 @@ class Machine:
     ) -> float:
         """Return the seconds of a collective of whole buffers of ``nbytes``.
 
-        A ring, ``rounds`` times; with ``apart`` each rank is in a node of its own.
+        A ring, ``rounds`` times; with ``apart`` each rank is in a node of its own. A
+        single rank sends nothing.
         """
+        if ranks == 1:
+            return 0.0
         near = 1 if apart else min(self.node_size, ranks)
         nodes = -(-ranks // near)
         moved = rounds * nbytes

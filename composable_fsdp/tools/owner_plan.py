@@ -87,21 +87,21 @@ def plan_owners(
         for slot in region.parameters
     }
     if names is None:
-        matrices = [
-            (name, each)
-            for name, each in chosen.items()
-            if each[2].trainable and len(each[3].shape) == 2
+        given = [
+            name
+            for name, (_, _, region, slot) in chosen.items()
+            if region.trainable and len(slot.shape) == 2
         ]
-        matrices.sort(key=lambda pair: (pair[1][0], pair[1][3].index))
+        given.sort(key=lambda name: (chosen[name][0], chosen[name][3].index))
     else:
         given = list(names)
-        for name in given:
-            if name not in chosen:
-                raise PlanError(
-                    "owners() expects names of parameters in units, got "
-                    f"{quoted(name)}. Pass names of model.named_parameters()."
-                )
-        matrices = [(name, chosen[name]) for name in given]
+    for name in given:
+        if name not in chosen:
+            raise PlanError(
+                "owners() expects names of parameters in units, got "
+                f"{quoted(name)}. Pass names of model.named_parameters()."
+            )
+    matrices = [(name, chosen[name]) for name in given]
     candidates = [
         Candidate(region, slot, unit.replicas, (unit.shard_world_size, unit.replicas))
         for _, (_, unit, region, slot) in matrices

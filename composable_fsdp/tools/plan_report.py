@@ -99,7 +99,7 @@ def report_of(
         "host_bytes": found.host_bytes,
         "save_bytes": found.save_bytes,
         "step": _traffic(plan.traffic),
-        "owners": _owners(plan),
+        "owners": list(_owners(plan)),
         "further": [*_arena(plan.step_memory()), *_mixed(found.rows)],
         "warnings": [*notes, *plan.warnings],
     }
@@ -152,16 +152,15 @@ def _arena(step: StepMemory) -> Iterator[str]:
         )
 
 
-def _owners(plan: Any) -> list[str]:
-    """Return a sentence on ``map_on_owners``, for plans with ``Block.TENSOR``."""
-    if not any(unit.options.block is Block.TENSOR for unit in plan.units):
-        return []
-    found = plan.owners()
-    count = len(found.owners)
-    return [
-        f"map_on_owners over {count} matri{'x' if count == 1 else 'ces'}, from the "
-        f"rank with most: {sent_text(found.most.by_op())}"
-    ]
+def _owners(plan: Any) -> Iterator[str]:
+    """Yield a sentence on ``map_on_owners``, for plans with ``Block.TENSOR``."""
+    if any(unit.options.block is Block.TENSOR for unit in plan.units):
+        found = plan.owners()
+        count = len(found.owners)
+        yield (
+            f"map_on_owners over {count} matri{'x' if count == 1 else 'ces'}, from the "
+            f"rank with most: {sent_text(found.most.by_op())}"
+        )
 
 
 def _mixed(rows: Sequence[Any]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from composable_fsdp.tools.simulated_clock import (
     SimulatedOperation,
 )
 from composable_fsdp.tools.step_memory import FREE, GATHER, REDUCE
+from composable_fsdp.tools.unit_costs import gathered_bytes
 
 
 class StepTime(NamedTuple):
@@ -57,7 +58,8 @@ def time_of_step(
         name, unit = event.unit, by_name[event.unit]
         clock.stage = event.phase
         if event.kind == GATHER:
-            _send(clock, gathers.number, "all_gather", _gather(unit, machine))
+            seconds = machine.collective(gathered_bytes(unit), unit.shard_world_size)
+            _send(clock, gathers.number, "all_gather", seconds)
             arrived[name] = clock.reached(gathers.number)
         elif event.kind == FREE:
             # The host waits for the unit whose memory the next all-gather takes.
@@ -101,22 +103,11 @@ def _send(clock: Clock, stream: int, name: str, seconds: float) -> None:
     clock.go_on(stream, clock.send_on(stream, made, seconds))
 
 
-def _gather(unit: UnitPlan, machine: Machine) -> float:
-    """Return the seconds of the all-gathers of a unit."""
-    sizes = [
-        r.wire_nbytes or r.padded_numel * d.compute.itemsize
-        for r, d in unit.with_dtypes
-    ]
-    ranks = unit.shard_world_size
-    return machine.collective(sum(sizes), ranks) if ranks > 1 else 0.0
-
-
 def _reduction(unit: UnitPlan, machine: Machine) -> float:
     """Return the seconds of the reductions of a unit, over shards and replicas."""
     nbytes, ranks, replicas = unit.reduce_bytes, unit.shard_world_size, unit.replicas
-    seconds = machine.collective(nbytes, ranks) if ranks > 1 else 0.0
+    seconds = machine.collective(nbytes, ranks)
     # Replicas of a shard are in different nodes, if a group fills its nodes.
     apart = ranks >= machine.node_size > 1
     part = nbytes // ranks
-    more = machine.collective(part, replicas, rounds=2, apart=apart)
-    return seconds + more * (replicas > 1)
+    return seconds + machine.collective(part, replicas, rounds=2, apart=apart)

@@ -100,15 +100,19 @@ class UnitMemory:
         self.slots = slot_bytes(unit.full_regions), slot_bytes(sizes)
 
 
-def traffic_of(unit: UnitPlan, *, is_root: bool, in_backward: bool) -> Traffic:
-    """Return the collectives of a forward and a backward in the steady state."""
-    # The all-gather sends the compute dtype, to which shards are cast before, or
-    # the bytes of a wire format.
-    gathered = sum(
+def gathered_bytes(unit: UnitPlan) -> int:
+    """Return the bytes that the all-gathers of an unsharding fill."""
+    # The compute dtype, to which shards are cast before, or those of a wire format.
+    return sum(
         r.wire_nbytes or r.padded_numel * d.compute.itemsize
         for r, d in unit.with_dtypes
         if r.numel
     )
+
+
+def traffic_of(unit: UnitPlan, *, is_root: bool, in_backward: bool) -> Traffic:
+    """Return the collectives of a forward and a backward in the steady state."""
+    gathered = gathered_bytes(unit)
     # Formats with a scale per matrix ask all ranks for the largest magnitude.
     scaled = [
         len(r.parameters) for r in unit.regions if r.wire and r.wire.needs_maximum

@@ -1,0 +1,182 @@
+"""Models whose ranks hold other experts, or other columns, train as without sharding.
+
+Whatever the mesh, the experts, the plan of ``parallelize_module``, the units, the
+strategies and the place of the shards are: after two steps with clipping, the norm,
+every parameter and the optimizer state are those of the other side. For experts that is
+the plain model, which computes all tokens itself; for tensor parallelism,
+``parallelize_module`` alone, with gradients averaged by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from composable_fsdp import (
+    Block,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    clip_grad_norm_,
+    get_full_param,
+    optim_state_dict,
+)
+from property_tests.live import examples
+from property_tests.program_side import Verbatim
+from tests.parallel import experts, models
+from tests.support.reference import backward
+from tests.support.world import RankPool, World
+
+RankCount = Callable[[int], RankPool]
+Steps = Callable[[int], Tensor]
+
+
+def _is_possible(recipe: experts.Recipe) -> bool:
+    # A module for each expert means at least one on each rank.
+    enough = all(experts.shares(recipe.experts, recipe.ep)) or not recipe.listed
+    return enough and recipe.top < recipe.experts
+
+
+EXPERTS = st.builds(
+    experts.Recipe,
+    experts=st.integers(2, 9),
+    layers=st.sampled_from([1, 2]),
+    top=st.integers(1, 3),
+    shared=st.booleans(),
+    listed=st.booleans(),
+    ep=st.sampled_from([1, 2, 4]),
+    starved=st.booleans(),
+).filter(_is_possible)
+TENSORS = st.builds(
+    models.Recipe,
+    sequence=st.booleans(),
+    tied=st.booleans(),
+    hidden=st.sampled_from([32, 9, 18]),
+    blocks=st.sampled_from([1, 2]),
+)
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+# A wider dtype is exact, so that the law can hold for each element.
+WIDER = MixedPrecision(reduce_dtype=torch.float64)
+OPTIONS = st.fixed_dictionaries(
+    {
+        "strategy": st.sampled_from([ShardingStrategy[name] for name in STRATEGIES]),
+        "block": st.sampled_from([*Block, Block.rows(3)]),
+        "cpu_offload": st.sampled_from([None, CPUOffload(offload_params=True)]),
+        "mixed_precision": st.sampled_from([None, WIDER]),
+        # Encoded all-gathers that lose nothing.
+        "wire": st.sampled_from([None, Verbatim()]),
+    }
+)
+
+
+def two_steps(
+    world: World, model: nn.Module, plain: nn.Module, lr: float, run: Steps
+) -> list[torch.optim.Optimizer]:
+    """Clip and step both; ``run`` does the backwards, and clips the plain one."""
+    optims: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(m.parameters(), lr=lr, eps=1e-3) for m in (model, plain)
+    ]
+    for step in range(2):
+        expected = run(step)
+        norm = clip_grad_norm_(model, 0.5)
+        close(norm, expected)
+        assert world.all_equal(norm)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    return optims
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    # Sums have another order, and Adam divides by small numbers.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def check_experts(
+    world: World,
+    recipe: experts.Recipe,
+    units: str,
+    options: dict[str, Any],
+    own: dict[str, Any],
+) -> None:
+    mesh, plain = recipe.mesh(world), recipe.plain()
+    groups = mesh["ep"], mesh["edp"], mesh._flatten("dp")
+    model = recipe.sharded(*groups, units=units, experts=own, **options)
+
+    def run(step: int) -> Tensor:
+        ranks = range(world.world_size)
+        backward(experts.loss_of(model, experts.batch(step, world.rank)))
+        losses = [experts.loss_of(plain, experts.batch(step, rank)) for rank in ranks]
+        backward(torch.stack(losses).mean())
+        return nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+
+    optims = two_steps(world, model, plain, 1e-2, run)
+
+    weights = model.state_dict()
+    state = optim_state_dict(model, optims[0])["state"]
+    assert set(weights) == set(plain.state_dict())
+    for name, parameter in plain.named_parameters():
+        close(weights[name], parameter.detach())
+        moments = optims[1].state[parameter]
+        close(state[name]["exp_avg"], moments["exp_avg"])
+
+
+@pytest.mark.req("L-01")
+@examples(8)
+@given(
+    recipe=EXPERTS,
+    units=st.sampled_from(["layers", "experts"]),
+    options=OPTIONS,
+    own=OPTIONS,
+)
+def test_a_model_of_divided_experts_trains_as_the_plain_one(
+    ranks: RankCount,
+    recipe: experts.Recipe,
+    units: str,
+    options: dict[str, Any],
+    own: dict[str, Any],
+) -> None:
+    """For any mesh, experts, units, strategies and places of the shards."""
+    ranks(4).run(check_experts, recipe, units, options, own)
+
+
+def check_tensors(
+    world: World, recipe: models.Recipe, dp: int, options: dict[str, Any]
+) -> None:
+    mesh = models.mesh_of(world, dp)
+    model, plain = models.pair(recipe, mesh, **options)
+
+    def run(step: int) -> Tensor:
+        for each in (model, plain):
+            data = models.batch(step, models.data_rank(mesh))
+            backward(models.loss_of(each, data))
+        models.average(plain, mesh)
+        norm = models.norm_of(plain)
+        for parameter in plain.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(min(1.0, 0.5 / (float(norm) + 1e-6)))
+        return norm
+
+    optims = two_steps(world, model, plain, 1e-3, run)
+
+    state = optim_state_dict(model, optims[0])["state"]
+    for name, parameter in plain.named_parameters():
+        close(get_full_param(model, name), models.whole(parameter.detach()))
+        moments = optims[1].state[parameter]
+        close(state[name]["exp_avg"], models.whole(moments["exp_avg"]))
+
+
+@pytest.mark.req("L-01")
+@examples(8)
+@given(recipe=TENSORS, dp=st.sampled_from([1, 2, 4]), options=OPTIONS)
+def test_a_tensor_parallel_model_trains_as_without_sharding(
+    ranks: RankCount, recipe: models.Recipe, dp: int, options: dict[str, Any]
+) -> None:
+    """For any mesh, plan, strategy and place of the shards."""
+    ranks(4).run(check_tensors, recipe, dp, options)

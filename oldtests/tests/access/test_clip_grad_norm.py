@@ -1,0 +1,307 @@
+"""Claims on clipping the norm of gradients that are cut over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable_fsdp import (
+    ShardingStrategy,
+    clip_grad_norm_,
+    fully_shard,
+)
+from composable_fsdp.comm.collectives import record
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
+from tests.support.reference import (
+    STRATEGIES,
+    apply_units,
+    averaged_gradients,
+    gpt_input,
+    loss_of,
+    wide_input,
+)
+from tests.support.sharded import both_paths, gpt, message_of, own_gradient, own_parts
+from tests.support.world import World
+
+INF = float("inf")
+NORMS = (2.0, 1.0, 3.0, INF)
+
+Choose = Callable[[nn.Module], Iterable[Tensor]]
+
+
+def all_of(model: nn.Module) -> Iterable[Tensor]:
+    return model.parameters()
+
+
+def some_of(model: nn.Module) -> Iterable[Tensor]:
+    """A few parameters of two units, as a generator."""
+    names = ("head.weight", "blocks.1.up.weight", "blocks.1.up.bias")
+    return (p for name, p in model.named_parameters() if name in names)
+
+
+def one_of(model: nn.Module) -> Tensor:
+    return next(p for name, p in model.named_parameters() if name == "head.weight")
+
+
+def clip_both(
+    world: World, model: nn.Module, choose: Choose | None, norm_type: float
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Norms of ``model`` and the plain one, and the latter's clipped gradients."""
+    plain = TinyGPT()
+    averaged_gradients(plain, [gpt_input(0, r) for r in range(world.world_size)])
+    loss_of(model, gpt_input(0, world.rank)).backward()  # type: ignore[no-untyped-call]
+    chosen = all_of(plain) if choose is None else choose(plain)
+    expected = torch.nn.utils.clip_grad_norm_(chosen, 0.1, norm_type)
+    norm = clip_grad_norm_(model if choose is None else choose(model), 0.1, norm_type)
+    grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    return norm, expected, grads
+
+
+def assert_close(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    for name, (leaf, part) in own_parts(model, expected).items():
+        assert torch.allclose(own_gradient(leaf), part, rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.req("D-20")
+@pytest.mark.parametrize(
+    ("strategy", "choose"),
+    [
+        *((strategy, None) for strategy in STRATEGIES),
+        *((ShardingStrategy.FULL_SHARD, each) for each in (all_of, some_of, one_of)),
+    ],
+)
+@pytest.mark.parametrize("norm_type", NORMS)
+@on_ranks(2, 3)
+@both_paths
+def test_norm_and_gradients_are_those_of_the_plain_model(
+    world: World,
+    path: str,
+    strategy: ShardingStrategy,
+    choose: Choose | None,
+    norm_type: float,
+) -> None:
+    """Equal on all ranks, for one all-reduce of one number if anything is cut.
+
+    Of the module, or of a list, a generator or one tensor: only those are scaled.
+    """
+    model = gpt(path, strategy=strategy)
+    with record() as calls:
+        norm, expected, grads = clip_both(world, model, choose, norm_type)
+
+    assert norm.shape == ()
+    assert torch.allclose(norm, expected, rtol=1e-5)
+    assert norm > 0.1
+    assert world.all_equal(norm)
+    assert_close(model, grads)
+    # The infinity norm sends a second number, which tells of a NaN.
+    # With two numbers that compare ``max_norm``.
+    numel = (4,) if norm_type == INF else (3,)
+    sent = [c.numel for c in calls if c.op == "all_reduce" and c.numel == numel]
+    assert sent == [numel] * (strategy is not ShardingStrategy.NO_SHARD)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, INF])
+@pytest.mark.parametrize("bad", [INF, math.nan])
+@on_ranks(2)
+def test_what_is_not_finite_on_one_rank_is_told_to_all(
+    world: World, bad: float, norm_type: float
+) -> None:
+    """By the norm, or by an error that scales nothing, whichever rank it is on."""
+    for rank in range(2):
+        model = gpt("composable")
+        loss_of(model, gpt_input(0, world.rank)).backward()  # type: ignore[no-untyped-call]
+        if world.rank == rank:
+            leaf = next(p for p in model.parameters() if p.numel())
+            assert leaf.grad is not None
+            leaf.grad.reshape(-1)[0] = bad
+        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        text = message_of(
+            partial(clip_grad_norm_, model, 0.1, norm_type, error_if_nonfinite=True)
+        )
+        after = [p.grad for p in model.parameters() if p.grad is not None]
+        torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+        assert text.startswith("RuntimeError: clip_grad_norm_ expects finite gradients")
+        assert f"is {bad} in 1 of its elements (rank {rank}). Skip the step" in text
+        norm = clip_grad_norm_(model, 0.1, norm_type)
+        assert str(norm.item()) == str(bad)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+@on_ranks(3)
+def test_plain_parameters_beside_sharded_ones_count_once(
+    world: World, norm_type: float
+) -> None:
+    """What is equal on all ranks is not summed over them."""
+
+    def parts() -> tuple[nn.Module, nn.Module]:
+        return tiny_mlp(), tiny_mlp(seed=1)
+
+    plain = nn.Sequential(*parts())
+    front, back = parts()
+    model = nn.Sequential(fully_shard(front), back)
+    inputs = [wide_input(8)(0, rank) for rank in range(world.world_size)]
+    averaged_gradients(plain, inputs)
+    loss_of(model, inputs[world.rank]).backward()  # type: ignore[no-untyped-call]
+    reference = plain[1].parameters()
+    for parameter, averaged in zip(back.parameters(), reference, strict=True):
+        parameter.grad = averaged.grad.clone() if averaged.grad is not None else None
+
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+    norm = clip_grad_norm_(model, 0.1, norm_type)
+
+    assert torch.allclose(norm, expected, rtol=1e-5)
+    for ours, theirs in zip(back.parameters(), plain[1].parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.allclose(ours.grad, theirs.grad)
+
+
+NONE_FOUND = "found no gradient on this rank"
+
+
+@both_paths
+@on_ranks(2)
+def test_without_gradients_the_norm_is_zero_and_a_warning_says_so(
+    world: World, path: str
+) -> None:
+    """Before the first backward, after ``zero_grad`` and for no parameters at all."""
+    model = gpt(path)
+    with pytest.warns(UserWarning, match=NONE_FOUND):
+        assert clip_grad_norm_(model, 1.0) == 0
+    loss_of(model, gpt_input(0, world.rank)).backward()  # type: ignore[no-untyped-call]
+    model.zero_grad()
+    with record() as calls, pytest.warns(UserWarning, match=NONE_FOUND):
+        assert clip_grad_norm_(model, 1.0) == 0
+    assert len(calls) == 1
+    assert all(p.grad is None for p in model.parameters())
+    assert clip_grad_norm_([], 1.0) == 0
+    # A rank that holds nothing of a parameter never has a gradient of it.
+    small = apply_units(nn.Linear(1, 1, bias=False), [], path=path)
+    small(torch.ones(1, 1)).sum().backward()
+    clip_grad_norm_(small, 1.0)
+
+
+@on_ranks(2)
+def test_gradients_of_frozen_parameters_count(world: World) -> None:
+    """As in torch: an optimizer steps on them, too."""
+    model, plain = fully_shard(tiny_mlp()), tiny_mlp()
+    for each in (model, plain):
+        frozen = each[0].get_parameter("weight").requires_grad_(False)
+        each(torch.ones(2, 8)).sum().backward()
+        frozen.grad = torch.ones_like(frozen)
+    want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+
+    torch.testing.assert_close(clip_grad_norm_(model, 0.5), want)
+    grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    assert_close(model, grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_a_rank_may_hold_no_element_of_what_is_clipped(
+    world: World, dtype: torch.dtype
+) -> None:
+    """Ranks send a number of one dtype, whatever they hold."""
+    model = fully_shard(nn.Linear(4, 1, dtype=dtype))
+    model(torch.ones(2, 4, dtype=dtype)).sum().backward()
+
+    norm = clip_grad_norm_([model.bias], 1.0)
+
+    assert norm.item() == 2.0
+    assert sorted(world.gather(model.bias.numel())) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "norm_type", "words"),
+    [
+        *((0.1, each, "a norm_type above 0") for each in (0, -1.0, -INF, math.nan)),
+        *((each, 2.0, "a max_norm of 0 or above") for each in (-1.0, -INF, math.nan)),
+    ],
+)
+def test_what_is_no_norm_is_refused(
+    one_rank: World, max_norm: float, norm_type: float, words: str
+) -> None:
+    """Before anything is sent or scaled. Pairs of names and parameters are, too."""
+    model = fully_shard(nn.Linear(3, 2))
+    model(torch.ones(1, 3)).sum().backward()
+
+    text = message_of(lambda: clip_grad_norm_(model, max_norm, norm_type))
+
+    assert text.startswith(f"ValueError: clip_grad_norm_ expects {words}")
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, torch.ones(2, 3))
+    pairs: Any = model.named_parameters()
+    text = message_of(lambda: clip_grad_norm_(pairs, 1.0))
+    assert text.startswith("TypeError: clip_grad_norm_ expects a module or parameters")
+    assert text.endswith("Pass the values, not (name, parameter) pairs.")
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, INF])
+@on_ranks(2)
+def test_a_norm_whose_square_overflows_stays_finite(
+    world: World, norm_type: float
+) -> None:
+    """As that of the plain model in float64: a finite step is not lost."""
+    model, plain = fully_shard(nn.Linear(1, 2)), nn.Linear(1, 2).double()
+    for each in (model, plain):
+        # The square of each parameter's norm is finite in float32, their sum is not.
+        (each(torch.ones(1, 1, dtype=each.weight.dtype)).sum() * 1.2e19).backward()
+    want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
+
+    norm = clip_grad_norm_(model, 0.5, norm_type, error_if_nonfinite=True)
+
+    assert norm.dtype == torch.float32
+    assert math.isclose(norm.item(), want.item(), rel_tol=1e-6)
+    own = {n: p.grad.float() for n, p in plain.named_parameters() if p.grad is not None}
+    assert_close(model, own)
+
+
+@pytest.mark.req("X-12")
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+@on_ranks(3)
+def test_ranks_that_clip_to_other_norms_are_refused(
+    world: World, norm_type: float
+) -> None:
+    """On every rank, with the values; nothing is scaled, and clipping goes on."""
+    model = fully_shard(nn.Linear(3, 5))
+    model(torch.ones(1, 3)).sum().backward()
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    own = 0.25 if world.rank == 2 else 0.5
+    text = message_of(lambda: clip_grad_norm_(model, own, norm_type))
+    after = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(map(torch.equal, before, after))
+    clip_grad_norm_(model, 0.5, norm_type)
+    assert "DesyncError: clip_grad_norm_ expects the same max_norm" in text
+    assert "got 0.5 on rank 0, 0.5 on rank 1, 0.25 on rank 2. " in text
+
+
+@on_ranks(4)
+def test_a_nan_of_one_replica_raises_where_it_is_known(world: World) -> None:
+    """A reduced one on all ranks, one written after the reduction on its replica."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = fully_shard(
+        tiny_mlp(), device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD
+    )
+    clip = partial(clip_grad_norm_, model, 1.0, error_if_nonfinite=True)
+    for where in ("batch", "gradient", "nowhere"):
+        bad = math.nan if world.rank < 2 else 1.0
+        loss = model(torch.ones(2, 8)).sum()
+        (loss * bad if where == "batch" else loss).backward()
+        if where == "gradient":
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(bad)
+        text = message_of(clip)
+        model.zero_grad()
+
+        told = where == "batch" or (where == "gradient" and world.rank < 2)
+        assert text.startswith("RuntimeError: " if told else "nothing"), (where, text)
+        assert not told or "' is nan in " in text

@@ -1,0 +1,410 @@
+"""Claims on when, over which groups and by what gradients are reduced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fsdp2
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import (
+    MixedPrecision,
+    ShardingStrategy,
+    clip_grad_norm_,
+    fully_shard,
+    no_sync,
+)
+from composable_fsdp.access import (
+    set_gradient_divide_factor,
+    set_is_last_backward,
+    set_reduce_scatter_unused_params,
+    set_requires_all_reduce,
+    set_requires_gradient_sync,
+    set_reshard_after_backward,
+    set_reshard_after_forward,
+    set_separate_reduce_scatter_group,
+)
+from composable_fsdp.comm.collectives import CallRecord, record
+from composable_fsdp.comm.operations import operation_log, operation_logs
+from composable_fsdp.features import recent_operations
+from composable_fsdp.features.guard.watch import GroupWatch
+from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
+from tests.support.models import TinyGPT
+from tests.support.on_ranks import on_ranks
+from tests.support.reference import (
+    STRATEGIES,
+    adamw,
+    gpt_input,
+    loss_of,
+    train,
+)
+from tests.support.sharded import both_paths, gpt, message_of, own_gradient, own_parts
+from tests.support.world import RankPool, World, fake_world
+
+
+def backward(model: nn.Module, batch: int, rank: int) -> None:
+    loss_of(model, gpt_input(batch, rank)).backward()  # type: ignore[no-untyped-call]
+
+
+def sent(calls: Sequence[CallRecord], op: str) -> int:
+    return sum(call.op == op for call in calls)
+
+
+@pytest.mark.req("B-14")
+@on_ranks(1, 2, 3)
+@both_paths
+@pytest.mark.parametrize("who", ["no_sync", "all", "blocks", "root"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_units_that_do_not_sync_accumulate_without_communication(
+    world: World, path: str, who: str, strategy: ShardingStrategy
+) -> None:
+    """Of all units, some or the root alone: the sum is that of the plain model."""
+    model = gpt(path, strategy=strategy)
+    target = model.get_submodule("blocks") if who == "blocks" else model
+
+    if who != "no_sync":
+        set_requires_gradient_sync(target, False, recurse=who != "root")
+    with record() as quiet, no_sync(model) if who == "no_sync" else nullcontext():
+        backward(model, 0, world.rank)
+        backward(model, 1, world.rank)
+    unreduced = [parameter.grad for parameter in model.parameters()]
+    set_requires_gradient_sync(model, True)
+    with record() as calls:
+        backward(model, 2, world.rank)
+
+    whole = strategy is ShardingStrategy.NO_SHARD
+    op, alone = "all_reduce" if whole else "reduce_scatter", world.world_size == 1
+    # Whole gradients are reduced region by region, shards of a unit at once.
+    root, *blocks = (
+        0 if alone else len(state.handle.layout.trainable) if whole else 1
+        for state in _get_fsdp_states(model)
+    )
+    synced = {"blocks": root, "root": sum(blocks)}.get(who, 0)
+    assert sent(quiet, op) == 2 * synced
+    assert who in ("blocks", "root") or unreduced == [None] * len(unreduced)
+    assert sent(calls, op) == root + sum(blocks)
+    assert_gradients(model, summed_then_averaged(world, [0, 1, 2]), 1e-5)
+
+
+def hybrid(world: World, **options: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return gpt(
+        "composable",
+        strategy=ShardingStrategy.HYBRID_SHARD,
+        device_mesh=mesh,
+        **options,
+    )
+
+
+@pytest.mark.req("B-14")
+@on_ranks(4)
+def test_hybrid_units_all_reduce_at_the_last_micro_batch_only(world: World) -> None:
+    """Each micro-batch reduce-scatters; the replicas' sums are taken once, at last."""
+    model = hybrid(world)
+
+    set_requires_all_reduce(model, False)
+    with record() as partial_calls:
+        backward(model, 0, world.rank)
+        backward(model, 1, world.rank)
+    between = [p.grad for p in model.parameters()]
+    held = [
+        r.reduce.partial
+        for s in _get_fsdp_states(model)
+        for r in s.handle.layout.trainable
+    ]
+    set_requires_all_reduce(model, True)
+    with record() as calls:
+        backward(model, 2, world.rank)
+
+    regions = len(held)
+    assert between == [None] * len(between)
+    assert all(part is not None for part in held)
+    assert sent(partial_calls, "reduce_scatter") == 6
+    assert sent(partial_calls, "all_reduce") == 0
+    assert (sent(calls, "reduce_scatter"), sent(calls, "all_reduce")) == (3, regions)
+    assert_gradients(model, summed_then_averaged(world, [0, 1, 2]), 1e-6)
+    backward(model, 3, world.rank)
+    assert_gradients(model, summed_then_averaged(world, [0, 1, 2, 3]), 1e-6)
+
+
+@pytest.mark.req("B-14")
+@on_ranks(4)
+def test_what_waits_is_in_the_reduce_dtype(world: World) -> None:
+    """Sums of replicas as shards, and whole gradients; compute is in bfloat16."""
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    summed, unsent = (hybrid(world, mixed_precision=low) for _ in range(2))
+
+    set_requires_all_reduce(summed, False)
+    set_requires_gradient_sync(unsent, False)
+    for batch in range(2):
+        backward(summed, batch, world.rank)
+        backward(unsent, batch, world.rank)
+
+    for one, other in zip(*map(_get_fsdp_states, (summed, unsent)), strict=True):
+        for region, whole in zip(
+            one.handle.layout.trainable, other.handle.layout.trainable, strict=True
+        ):
+            partial, buffer = region.reduce.partial, whole.reduce.buffer
+            assert partial is not None
+            assert partial.dtype == torch.float32
+            assert partial.shape == (region.layout.shard_numel,)
+            assert buffer is not None
+            assert buffer.dtype == torch.float32
+            assert buffer.untyped_storage().nbytes() > 0
+    set_requires_gradient_sync(unsent, True)
+    backward(unsent, 2, world.rank)
+    clip_grad_norm_(unsent, 1.0)
+
+
+def whole(gradient: torch.Tensor | None) -> torch.Tensor:
+    """The full gradient of a DTensor; of a plain model divided by the factor."""
+    assert gradient is not None
+    if isinstance(gradient, DTensor):
+        return gradient.full_tensor()
+    return gradient / 8.0
+
+
+@pytest.mark.req("B-15")
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
+)
+def test_a_divide_factor_replaces_the_number_of_ranks_as_in_fsdp2(
+    world: World, strategy: ShardingStrategy
+) -> None:
+    """Gradients are the sum over ranks divided by the factor."""
+    model, theirs = gpt("composable", strategy=strategy), TinyGPT()
+    if world.world_size > 1:  # of one rank, torch 2.13 divides twice
+        reference: Any = torch_fsdp2(theirs)
+        reference.set_gradient_divide_factor(8.0)
+        # Its own scaling sum is one of NCCL's.
+        reference.set_force_sum_reduction_for_comms(True)
+
+    for state in _get_fsdp_states(model):
+        set_gradient_divide_factor(state.module, 8.0)
+    backward(model, 0, world.rank)
+    backward(theirs, 0, world.rank)
+
+    full = {n: whole(p.grad) for n, p in theirs.named_parameters()}
+    for name, (leaf, part) in own_parts(model, full).items():
+        torch.testing.assert_close(own_gradient(leaf), part, msg=name)
+
+
+@on_ranks(2)
+def test_the_last_reduction_is_awaited_by_the_last_backward(world: World) -> None:
+    """Before, the end of backward leaves it on its way, and no sum is lost. A forward
+    does not await it: hooks of the user would run in the mode of that forward."""
+    model = gpt("composable")
+    modes: set[bool] = set()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch
+            lambda _: modes.add(torch.is_inference_mode_enabled())
+        )
+
+    set_is_last_backward(model, False)
+    backward(model, 0, world.rank)
+    in_flight = _get_fsdp_states(model)[0].context
+    assert in_flight is not None
+    with torch.inference_mode():
+        model(gpt_input(2, world.rank))
+    pending = in_flight.reducing is not None
+    set_is_last_backward(model, True)
+    backward(model, 1, world.rank)
+
+    assert pending
+    assert in_flight.reducing is None
+    assert modes == {False}
+    assert_gradients(model, summed_then_averaged(world, [0, 1]), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        set_is_last_backward,
+        set_reduce_scatter_unused_params,
+        set_requires_all_reduce,
+        set_requires_gradient_sync,
+        set_reshard_after_backward,
+        set_reshard_after_forward,
+        no_sync,
+    ],
+)
+def test_wrong_values_and_models_without_units_are_refused(
+    one_rank: World, switch: Callable[..., Any]
+) -> None:
+    """A text would count as true; the message names the function."""
+    if switch is no_sync:
+        act: Any = no_sync(nn.Linear(2, 2)).__enter__
+    else:
+        act = partial(switch, nn.Linear(2, 2), False)
+        for value in ("no", 1, None):
+            text = message_of(partial(switch, fully_shard(nn.Linear(2, 2)), value))
+            assert text.startswith(
+                f"TypeError: {switch.__name__} expects True or False, got {value!r}."
+            )
+    assert message_of(act) == (
+        f"CompositionError: {switch.__name__} was called on a Linear that holds no "
+        "fully sharded module; nor is it in one. Apply fully_shard first."
+    )
+    text = message_of(lambda: set_gradient_divide_factor(nn.Linear(2, 2), 0.0))
+    assert text.startswith("ValueError: set_gradient_divide_factor expects a positive")
+
+
+def summed_then_averaged(world: World, batches: Sequence[int]) -> dict[str, Tensor]:
+    """Each rank's gradients on the plain model, summed over batches, then averaged."""
+    total: dict[str, Tensor] = {}
+    for rank in range(world.world_size):
+        plain = TinyGPT()
+        for batch in batches:
+            backward(plain, batch, rank)
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            grad = parameter.grad
+            total[name] = total[name] + grad if name in total else grad
+    return {name: value / world.world_size for name, value in total.items()}
+
+
+def assert_gradients(
+    model: nn.Module, expected: dict[str, Tensor], tolerance: float
+) -> None:
+    for name, (leaf, part) in own_parts(model, expected).items():
+        gradient = own_gradient(leaf)
+        if tolerance:
+            assert torch.allclose(gradient, part, atol=tolerance), name
+        else:
+            assert torch.equal(gradient, part), name
+
+
+@pytest.mark.req("B-14")
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (ShardingStrategy.SHARD_GRAD_OP, [3, 0, 0, 3]),
+        (ShardingStrategy.FULL_SHARD, [5, 5, 5, 5]),
+    ],
+)
+@on_ranks(2)
+def test_what_stays_full_for_backward_stays_for_the_next_forward(
+    world: World, strategy: ShardingStrategy, expected: list[int]
+) -> None:
+    """With SHARD_GRAD_OP three gathers serve three batches; FULL_SHARD gathers anew."""
+    model = gpt("wrapper", strategy=strategy)
+    gathers = []
+    for batch in range(4):
+        waits = no_sync(model) if batch < 2 else nullcontext()
+        with waits, record() as calls:
+            backward(model, batch, world.rank)
+        gathers.append(sum(call.op == "all_gather" for call in calls))
+
+    assert gathers == expected
+    assert_gradients(model, summed_then_averaged(world, [0, 1, 2, 3]), 1e-6)
+
+
+OF_GROUPS = [ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD]
+
+
+def in_blocks(world: World, strategy: ShardingStrategy) -> Any:
+    """Two blocks and a root, over a grid if replicas are asked for."""
+    torch.manual_seed(0)
+    model = TinyGPT()
+    mesh = None
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        grid = (2, world.world_size // 2)
+        mesh = init_device_mesh("cpu", grid, mesh_dim_names=("outer", "inner"))
+    for module in (*model.blocks, model):
+        fully_shard(module, strategy=strategy, device_mesh=mesh)
+    return model
+
+
+def train_on_two_groups(world: World, strategy: ShardingStrategy) -> None:
+    """Three steps with and without, and the groups of the collectives."""
+    plain, model = in_blocks(world, strategy), in_blocks(world, strategy)
+    expected = train(plain, world.rank, gpt_input, adamw)
+    known = {each.name for each in operation_logs()}
+    # Twice: the second call creates nothing.
+    for _ in range(2):
+        set_separate_reduce_scatter_group(model)
+    before = seen_operations()
+
+    losses = train(model, world.rank, gpt_input, adamw)
+
+    assert losses == expected
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    groups: dict[str, set[str]] = {}
+    for each in recent_operations():
+        if (each.group, each.number) not in before:
+            groups.setdefault(each.op, set()).add(each.group)
+    (gathers,), (reductions,) = groups["all_gather"], groups["reduce_scatter"]
+    assert gathers != reductions
+    assert {each.name for each in operation_logs()} - known == {reductions}
+    shard = _get_fsdp_handles(model)[0].groups.shard
+    assert shard is not None
+    (made,) = [
+        each
+        for each in dist.distributed_c10d._world.pg_map
+        if each.group_name == reductions
+    ]
+    members = dist.get_process_group_ranks
+    assert members(made) == members(shard)
+    assert dist.get_backend(made) == dist.get_backend(shard)
+    # A rank that leaves the order is found over either group.
+    assert type(operation_log(made).recorder) is GroupWatch
+
+    # A copy reduces over the same group; False goes back to that of the gathers.
+    twin = copy.deepcopy(model)
+    assert all(
+        one.rule.group is other.rule.group is not None
+        for one, other in zip(
+            _get_fsdp_handles(twin), _get_fsdp_handles(model), strict=True
+        )
+    )
+    set_separate_reduce_scatter_group(model, False)
+    before = seen_operations()
+    train(model, world.rank, gpt_input, adamw)
+    assert {
+        each.group
+        for each in recent_operations()
+        if each.op == "reduce_scatter" and (each.group, each.number) not in before
+    } == {gathers}
+
+
+def seen_operations() -> set[tuple[str, int]]:
+    """The operations so far. A full ring has the same length after others."""
+    return {(each.group, each.number) for each in recent_operations()}
+
+
+@pytest.mark.req("M-07")
+@pytest.mark.parametrize(
+    ("strategy", "size"), [(OF_GROUPS[0], 2), (OF_GROUPS[1], 4)], ids=str
+)
+def test_training_is_the_same_over_a_second_group(
+    ranks: Callable[[int], RankPool], strategy: ShardingStrategy, size: int
+) -> None:
+    """Bit by bit; records name the group that a collective was sent over."""
+    ranks(size).run(train_on_two_groups, strategy)
+
+
+@pytest.mark.req("M-07")
+def test_one_unit_alone_and_refusals() -> None:
+    """Without ``recurse`` the units below stay; a unit of one rank has no group."""
+    with fake_world(4) as world:
+        model = in_blocks(world, ShardingStrategy.FULL_SHARD)
+        set_separate_reduce_scatter_group(model, recurse=False)
+        root, *others = _get_fsdp_handles(model)
+        assert root.rule.group is not None
+        assert [each.rule.group for each in others] == [None, None]
+        with pytest.raises(TypeError, match="expects True or False"):
+            set_separate_reduce_scatter_group(model, 1)  # type: ignore[arg-type]
+        copied = in_blocks(world, ShardingStrategy.NO_SHARD)
+        set_separate_reduce_scatter_group(copied)
+        assert {each.rule.group for each in _get_fsdp_handles(copied)} == {None}

@@ -1,0 +1,147 @@
+"""The log of one direction, alone: what it expects, and how it words a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composable_fsdp.features.guard.order import MOST_EVENTS, Order
+from composable_fsdp.features.guard.order_log import OrderLog
+from composable_fsdp.features.guard.order_words import BEGIN, END
+
+
+class Log(OrderLog):
+    """Notes the comparisons that it is to make, and makes none."""
+
+    def __init__(self, order: Order | None = None) -> None:
+        super().__init__("forward", "Model", order or Order(set()))
+        self.made: list[str] = []
+
+    def _exchange(self, at: str, values: Sequence[object]) -> None:
+        """All ranks come here."""
+        self.made.append({BEGIN: "begin", END: "round"}.get(at, "use"))
+
+    def _announce(self, at: str, *_: object, **__: object) -> None:
+        """A use or a begin is not the expected one."""
+        self.made.append("depart begin" if at == BEGIN else "depart")
+
+
+def made(log: Log) -> list[str]:
+    """The comparisons since the last call."""
+    found, log.made = log.made, []
+    return found
+
+
+def run(log: Log, uses: str, mode: str = "train") -> list[bool]:
+    """One round; whether each use was the expected one."""
+    hits = []
+    for use in uses:
+        hits.append(log.expected[log.position] == use)
+        if hits[-1]:
+            log.position += 1
+        else:
+            log.depart(use, mode)
+    log.end()
+    return hits
+
+
+@pytest.mark.req("X-12")
+def test_a_round_is_compared_while_it_is_recorded_and_when_it_departs() -> None:
+    """A steady round compares nothing; a departure compares the rest of the round."""
+    log = Log()
+
+    run(log, "abc")
+    assert made(log) == ["begin", "use", "use", "use", "use"]
+    run(log, "abc")
+    assert made(log) == ["begin"]
+    run(log, "abc")
+    run(log, "abc")
+    made(log)
+    run(log, "abc")
+    assert made(log) == []
+    run(log, "acb")
+    assert made(log) == ["depart", "use", "use"]
+    run(log, "acb")
+    assert made(log) == []
+
+
+@pytest.mark.req("X-12")
+def test_an_order_that_varies_is_compared_once_in_a_round() -> None:
+    """From the third departure on; once the order is steady, it is recorded again."""
+    log = Log()
+    for order in ("abc", "abc", "abc", "ab", "abc"):
+        run(log, order)
+    made(log)
+
+    for order in ("ac", "bc", "abc", "cb"):
+        run(log, order)
+        assert made(log) == ["round"]
+    for _ in range(4):
+        run(log, "abc")
+        assert made(log) == ["round"]
+    run(log, "abc")
+    assert made(log) == ["round"]
+    assert run(log, "abc") == [False, True, True]
+    assert made(log) == []
+
+
+@pytest.mark.req("X-12")
+def test_logs_over_a_group_have_a_common_order_of_rounds() -> None:
+    """A schedule of two models is expected once it has run; another one departs."""
+    order = Order(set())
+    one, two = Log(order), Log(order)
+
+    def schedule(names: str) -> list[str]:
+        for name in names:
+            run(one if name == "1" else two, "ab")
+        return made(one) + made(two)
+
+    schedule("112" * 12)
+    assert schedule("112" * 3) == []
+    assert schedule("2") == ["depart begin"]
+    assert schedule("112" * 3) == []
+
+
+@given(st.lists(st.sampled_from("fbc"), min_size=1, max_size=120))
+def test_the_place_that_goes_on_is_the_earliest_that_is_most_like_the_end(
+    events: list[str],
+) -> None:
+    """Up to 32 events before a place tell it apart; a surprise looks for another."""
+    order = Order(set())
+    at = 0
+    for end, event in enumerate(events, 1):
+        before, expected = events[:end], order.expected()
+        order.note(event)
+        if event == expected:
+            at += 1
+        else:
+            alike = [
+                next(
+                    (n for n in range(min(i, 32)) if before[~n] != before[i - 1 - n]),
+                    min(i, 32),
+                )
+                for i in range(end)
+            ]
+            at = alike.index(max(alike))
+        assert order.at == at, before
+
+
+@pytest.mark.req("X-12", "D-06")
+@pytest.mark.parametrize("period", ["fb" * 16 + "c", "fnfnfnfs", "fb" * 1000 + "e"])
+def test_a_history_that_repeats_is_expected_from_its_second_period_on(
+    period: str,
+) -> None:
+    """Calls after many rounds, accumulation, rare evaluations; and it stays bounded."""
+    order = Order(set())
+    missed = []
+    for event in period * 6:
+        missed.append(order.expected() != event)
+        order.note(event)
+
+    assert len(order.events) <= MOST_EVENTS
+    # The place of the first event of a period is not known before the period repeats.
+    assert sum(missed[len(period) :]) <= 1
+    assert not any(missed[2 * len(period) :])

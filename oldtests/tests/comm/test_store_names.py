@@ -1,0 +1,52 @@
+"""Names in a store that outlives the processes that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from composable_fsdp.comm import store_names
+from composable_fsdp.comm.store_names import AgreedName
+
+
+class Ranks:
+    """The ranks of an attempt, which take turns in this process."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, size: int) -> None:
+        self._patch = patch
+        self.names = [AgreedName("0", range(size)) for _ in range(size)]
+
+    def step(self, order: Sequence[int]) -> None:
+        """Let the ranks look at the store in this order."""
+        for rank in order:
+            self._patch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            if not self.names[rank].name:
+                self.names[rank].step()
+
+
+@pytest.mark.req("U-07", "R-14")
+@pytest.mark.parametrize(
+    "before", [[], [1], [2, 1], [0, 1, 2], [1, 2, 0], [1, 2, 0, 1], [1, 0, 1, 2]]
+)
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_an_attempt_that_was_killed_at_any_time_gives_no_name_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, before: list[int], order: list[int]
+) -> None:
+    """Ranks of the next attempt agree on a new name, and leave no key of their own."""
+    store = HashStore()
+    monkeypatch.setattr(store_names, "default_store", lambda: store)
+    killed = Ranks(monkeypatch, 3)
+    killed.step(before)
+    ranks = Ranks(monkeypatch, 3)
+    for _ in range(4):
+        ranks.step(order)
+
+    (name,) = {each.name for each in ranks.names}
+    assert name.startswith("0@")
+    assert name not in {each.name for each in killed.names}
+    assert [each.missing() for each in ranks.names] == [[], [], []]
+    # That of the killed attempt, if some rank had read its name.
+    assert store.num_keys() <= 1

@@ -1,0 +1,217 @@
+"""``replicate`` alone, above, inside, beside ``fully_shard``; and torch's own DDP."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from composable_fsdp import (
+    FullyShardedDataParallel,
+    ModuleWrapPolicy,
+    fully_shard,
+    replicate,
+)
+from composable_fsdp.errors import CompositionError
+from tests.support.models import TinyBlock, TinyGPT, module_at, tiny_mlp
+from tests.support.on_ranks import on_ranks
+from tests.support.recording import record_steps
+from tests.support.reference import (
+    PATHS,
+    adamw,
+    assert_same_training,
+    backward,
+    differences,
+    gpt_input,
+    sgd,
+    tolerance_at,
+    train,
+    train_reference,
+    trained_reference,
+)
+from tests.support.world import RankPool, World
+
+RankCount = Callable[[int], RankPool]
+Compose = Callable[[TinyGPT, str], nn.Module]
+
+
+def shard(module: nn.Module, path: str) -> nn.Module:
+    """Fully shard by one of the two doors."""
+    return (
+        fully_shard(module)
+        if path == "composable"
+        else FullyShardedDataParallel(module)
+    )
+
+
+def put(model: nn.Module, name: str, path: str) -> None:
+    """Fully shard the submodule of that name, wrapped in its place or not."""
+    parent, _, key = name.rpartition(".")
+    setattr(module_at(model, parent), key, shard(module_at(model, name), path))
+
+
+def alone(model: TinyGPT, path: str) -> nn.Module:
+    """Nothing is sharded."""
+    return replicate(model)
+
+
+def by_policy(model: TinyGPT, path: str) -> nn.Module:
+    """Nothing is sharded, and each block reduces by itself."""
+    return replicate(model, policy=ModuleWrapPolicy({TinyBlock}))
+
+
+def inside(model: TinyGPT, path: str) -> nn.Module:
+    """A replicated block, with a sharded linear in it, in a sharded model."""
+    put(model, "blocks.0.up", path)
+    replicate(model.blocks[0])
+    put(model, "blocks.1", path)
+    return shard(model, path)
+
+
+def above(model: TinyGPT, path: str) -> nn.Module:
+    """Sharded blocks, the rest replicated."""
+    put(model, "blocks.0", path)
+    put(model, "blocks.1", path)
+    return replicate(model)
+
+
+def beside(model: TinyGPT, path: str) -> nn.Module:
+    """Every part has one of the two, and the model itself has none."""
+    replicate(model.tokens)
+    replicate(model.positions)
+    put(model, "blocks.0", path)
+    replicate(model.blocks[1])
+    put(model, "norm", path)
+    replicate(model.head)
+    return model
+
+
+def ddp_inside(model: TinyGPT, path: str) -> nn.Module:
+    """Torch's DDP around a block of a sharded model."""
+    model.blocks[0] = DistributedDataParallel(model.blocks[0])
+    put(model, "blocks.1", path)
+    return shard(model, path)
+
+
+def ddp_around(model: TinyGPT, path: str) -> nn.Module:
+    """Torch's DDP around a model with sharded blocks."""
+    put(model, "blocks.0", path)
+    put(model, "blocks.1", path)
+    return DistributedDataParallel(model)
+
+
+COMPOSED = [alone, by_policy, inside, above, beside, ddp_inside, ddp_around]
+
+
+@pytest.mark.req("S1-16")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("compose", COMPOSED, ids=lambda c: str(c.__name__))
+@on_ranks(2)
+def test_replicated_and_sharded_parts_train_as_the_plain_model(
+    world: World, compose: Compose, path: str
+) -> None:
+    """In every composition, with torch's DDP as well."""
+    model = TinyGPT()
+    composed = compose(model, path)
+    plain, expected = trained_reference(TinyGPT, world.world_size, gpt_input, adamw)
+    losses = train(composed, world.rank, gpt_input, adamw)
+
+    kept = model if compose is ddp_around else composed
+    saved = {n.replace("module.", ""): v for n, v in kept.state_dict().items()}
+    assert differences(saved, plain.state_dict()) == {}
+    assert losses == [step[world.rank] for step in expected]
+
+
+def train_as_hybrid(world: World, path: str, same_start: bool) -> list[str]:
+    """Blocks sharded over pairs, the model replicated across: four ranks' average."""
+    model = TinyGPT()
+    plain = copy.deepcopy(model)
+    shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    copies = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    if not same_start and world.rank >= 2:
+        for p in model.parameters():
+            p.data.add_(1.0)
+    mine = shards[world.rank // 2]
+    if path == "composable":
+        fully_shard(model, process_group=mine, policy=ModuleWrapPolicy({TinyBlock}))
+        outer = nn.Sequential(model)
+    else:
+        outer = nn.Sequential(FullyShardedDataParallel(model, process_group=mine))
+    replicate(outer, process_group=copies[world.rank % 2])
+
+    expected = train_reference(plain, world.world_size, gpt_input, sgd)
+    with record_steps() as calls:
+        losses = train(outer, world.rank, gpt_input, sgd)
+    assert_same_training(
+        outer,
+        nn.Sequential(plain),
+        losses,
+        [step[world.rank] for step in expected],
+        tolerance=tolerance_at(4),
+    )
+    return [call.op for call in calls]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("same_start", [True, False])
+def test_sharding_within_and_replicating_across_is_hybrid(
+    ranks: RankCount, same_start: bool, path: str
+) -> None:
+    """Units below average over both groups, and start from the first replica."""
+    for ops in ranks(4).run(train_as_hybrid, path, same_start):
+        units = 3 if path == "composable" else 1
+        assert ops.count("all_reduce") == ops.count("reduce_scatter") == 3 * units
+
+
+def start_apart(world: World, init_sync: bool) -> list[float]:
+    """Parameters and a buffer that differ between ranks; what replicate makes of it."""
+    model = tiny_mlp()
+    model.register_buffer("seen", torch.full((1,), float(world.rank)))
+    model.get_parameter("0.bias").data.fill_(world.rank)
+    with record_steps() as calls:
+        replicate(model, init_sync=init_sync)
+    synced = {"all_gather_object", "broadcast"} if init_sync else set()
+    assert {call.op for call in calls} == synced
+    bias, seen = model.get_parameter("0.bias"), model.get_buffer("seen")
+    return [bias[0].item(), seen.item()]
+
+
+def test_replicas_start_from_the_values_of_the_first_rank(ranks: RankCount) -> None:
+    """As with DDP; without ``init_sync`` nothing is sent and nothing changes."""
+    assert ranks(2).run(start_apart, True) == [[0.0, 0.0]] * 2
+    assert ranks(2).run(start_apart, False) == [[0.0, 0.0], [1.0, 1.0]]
+
+
+# ---- which units are whose --------------------------------------------------
+
+
+@pytest.mark.req("S1-35")
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (replicate, replicate, "replicate was already applied"),
+        (replicate, fully_shard, "replicate already manages"),
+        (fully_shard, replicate, "fully_shard already manages"),
+        (DistributedDataParallel, replicate, "DistributedDataParallel already manages"),
+    ],
+)
+def test_one_module_takes_one_of_the_two(
+    one_rank: World,
+    first: Callable[[nn.Module], nn.Module],
+    second: Callable[[nn.Module], nn.Module],
+    text: str,
+) -> None:
+    """The second is refused by name, and the first goes on."""
+    model = first(tiny_mlp())
+
+    with pytest.raises(CompositionError, match=text):
+        second(model)
+
+    backward(model(torch.ones(1, 8)).sum())
+    assert all(p.grad is not None for p in model.parameters())

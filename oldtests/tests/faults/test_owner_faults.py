@@ -1,0 +1,121 @@
+"""``map_on_owners`` and ``OwnerState`` on ranks that do not do the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import FSDPError, fully_shard
+from composable_fsdp.errors import DesyncError
+from composable_fsdp.features import OwnerState, map_on_owners
+from tests.faults.blocks import SOON
+from tests.support.on_ranks import on_ranks
+from tests.support.sharded import RankCount
+from tests.support.short_waits import shorten_waits
+from tests.support.world import World
+
+
+def trained() -> nn.Sequential:
+    """Five matrices in each of two units, some of them cut, after a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5))) for _ in "ab")
+    )
+    for each in (*model, model):
+        fully_shard(each)
+    model(torch.ones(2, 8)).sum().backward()
+    return model
+
+
+def normalized(whole: Tensor, _: Tensor) -> Tensor:
+    result: Tensor = whole / whole.norm()
+    return result
+
+
+@pytest.mark.req("X-12")
+@on_ranks(2)
+def test_other_matrices_on_a_rank_are_refused(world: World) -> None:
+    """Before anything is sent: gloo would end a rank at sizes that differ."""
+    parameters = list(trained().parameters())[:: 1 - 2 * world.rank]
+    with pytest.raises(DesyncError, match="Ranks make different calls"):
+        map_on_owners(parameters, [p.detach() for p in parameters], normalized)
+
+
+def raise_and_go_on(world: World, kind: type[BaseException]) -> tuple[str, str, float]:
+    """The function raises on the last rank, and every rank takes another step.
+
+    Returns: the error of this rank, that of the step, and the time of both.
+    """
+    shorten_waits()
+    model, start = trained(), time.monotonic()
+    parameters = list(model.parameters())
+
+    def refuse(whole: Tensor, _: Tensor) -> Tensor:
+        if world.rank == world.world_size - 1:
+            raise kind("no convergence")
+        return whole
+
+    with pytest.raises((kind, FSDPError)) as caught:
+        map_on_owners(parameters, [p.detach() for p in parameters], refuse)
+    with pytest.raises(FSDPError) as later:
+        model(torch.ones(2, 8)).sum().backward()
+    return str(caught.value), str(later.value), time.monotonic() - start
+
+
+@pytest.mark.req("X-03")
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_an_owner_that_raised_does_not_go_on(
+    ranks: RankCount, kind: type[BaseException]
+) -> None:
+    """Results that it owes never come, so later collectives could not pair."""
+    found = ranks(3).run(raise_and_go_on, kind, timeout=60, retire=True)
+
+    for text, later, took in found:
+        assert took < SOON
+        assert "no convergence" in text
+        assert "was left in the middle of a collective" in later
+
+
+@pytest.mark.req("X-03")
+@on_ranks(2)
+def test_a_value_that_a_rank_alone_leaves_out_is_no_zero(world: World) -> None:
+    """The result is NaN on all ranks with a part, and not that of half a matrix."""
+    parameters = list(trained().parameters())
+    values: list[Tensor | None] = [p.detach() for p in parameters]
+    left_out = [n for n, p in enumerate(parameters) if p.numel()]
+    if world.rank == 1:
+        for number in left_out:
+            values[number] = None
+    results = map_on_owners(parameters, values, normalized)
+    for p, result in zip(parameters, results, strict=True):
+        # Whole matrices lie on one rank; only a cut one has parts on both.
+        if result is not None and 0 < p.numel() < 64:
+            assert result.isnan().all()
+
+
+def state_alone(world: World) -> tuple[str, float]:
+    """The last rank alone takes the state of owners."""
+    shorten_waits()
+    model, start = trained(), time.monotonic()
+    state = OwnerState(model.parameters())
+    # A thread that has ended leaves its identity to the next one, which sends nothing.
+    beside = threading.Thread(target=trained)
+    beside.start()
+    beside.join()
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    alone = world.rank == world.world_size - 1
+    with pytest.raises(FSDPError) as caught:
+        state.state_dict() if alone else model(torch.ones(2, 8))
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.req("X-12")
+def test_the_state_of_owners_on_a_rank_alone_is_told(ranks: RankCount) -> None:
+    """The gathers of the state would pair with those of the forward."""
+    for text, took in ranks(2).run(state_alone, timeout=60, retire=True):
+        assert took < SOON
+        assert "OwnerState.state_dict" in text

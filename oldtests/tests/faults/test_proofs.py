@@ -1,0 +1,170 @@
+"""Ranks that never meet over a process group say so within seconds.
+
+The time limits of collectives are those of a program that sets nothing: half an hour.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from composable_fsdp import FSDPError, load, save
+from composable_fsdp.errors import DesyncError
+from tests.faults.blocks import SOON, Blocks, sharded, steps_of
+from tests.support.sharded import RankCount
+from tests.support.short_waits import LONG, shorten_waits
+from tests.support.world import World
+
+
+class Refused(Exception):
+    """Raised by a module on a rank."""
+
+
+def refuse(*_: object) -> None:
+    """Raise, as a module does that does not like its input."""
+    raise Refused
+
+
+def deviate(world: World, path: Path) -> tuple[str, float, bool, str]:
+    """The last rank catches an error; each rank's error, its time, and what works then:
+    a save without the group, and the next forward's error."""
+    shorten_waits()
+    model = sharded()
+    steps_of(model, 4)
+    last = world.rank == world.world_size - 1
+    start = time.monotonic()
+    if last:
+        hook = model.blocks[1].register_forward_pre_hook(refuse, prepend=True)
+        with pytest.raises(Refused):
+            model(torch.ones(2, 4))
+        hook.remove()
+    with pytest.raises(DesyncError) as caught:
+        model(torch.ones(2, 4))
+    took = time.monotonic() - start
+    # The weights are as they were, and can be saved although the group is torn.
+    save(path / "saved", model)
+    again = Blocks()
+    load(path / "saved", again)
+    expected = Blocks().state_dict()
+    whole = all(torch.equal(v, expected[k]) for k, v in again.state_dict().items())
+    with pytest.raises(FSDPError) as later:
+        model(torch.ones(2, 4))
+    return str(caught.value), took, whole, str(later.value)
+
+
+@pytest.mark.req("X-06", "X-12")
+def test_every_rank_has_the_proof_soon(ranks: RankCount, tmp_path: Path) -> None:
+    """Each says what the rank that left does, and where another waits for it. A save is
+    still possible, and the group refuses to be used."""
+    found = ranks(3).run(deviate, tmp_path, timeout=60, retire=True)
+
+    for rank, (text, took, whole, later) in enumerate(found):
+        assert took < SOON, (rank, took)
+        assert "after an exception that ended" in text
+        assert "of 'blocks.1' (forward" in text
+        assert whole
+        assert "was left in the middle of a collective" in later
+        assert "They will never meet." in text
+
+
+def raise_in_backward(world: World) -> tuple[str, float]:
+    """The last rank's backward raises, and the rank begins another forward. Each rank's
+    error and its time."""
+    shorten_waits()
+    # Backward gathers nothing, so the other ranks wait in a reduce-scatter.
+    model = sharded("SHARD_GRAD_OP")
+    steps_of(model, 4)
+    last = world.rank == world.world_size - 1
+    hook = model.blocks[1].register_full_backward_pre_hook(refuse) if last else None
+    loss = model(torch.ones(2, 4)).sum()
+    start = time.monotonic()
+    if hook is not None:
+        with pytest.raises(Refused):
+            loss.backward()
+        hook.remove()
+    # The last rank goes on with the next forward.
+    go_on = loss.backward if hook is None else partial(model, torch.ones(2, 4))
+    with pytest.raises(DesyncError) as caught:
+        go_on()
+    took = time.monotonic() - start
+    with pytest.raises(FSDPError):
+        model(torch.ones(2, 4))
+    return str(caught.value), took
+
+
+@pytest.mark.req("X-06")
+def test_a_rank_in_a_reduce_scatter_has_the_proof_soon(ranks: RankCount) -> None:
+    """The reduction that the last rank will not send ends on the others, too."""
+    found = ranks(3).run(raise_in_backward, timeout=60, retire=True)
+
+    for rank, (text, took) in enumerate(found):
+        assert took < SOON, (rank, took)
+        assert "he reduce-scatter of 'blocks.1' (backward" in text
+
+
+def disagree_in_a_replica(world: World) -> float:
+    """Rank 0 of four alone keeps the order of blocks; the time to each rank's error."""
+    shorten_waits()
+    model = sharded("HYBRID_SHARD")
+    steps_of(model, 4)
+    if world.rank:
+        model.route = [2, 1, 0]
+    start = time.monotonic()
+    with pytest.raises(FSDPError):
+        steps_of(model)
+    return time.monotonic() - start
+
+
+@pytest.mark.req("X-12", "D-07")
+def test_the_other_replica_does_not_wait_for_ranks_that_have_raised(
+    ranks: RankCount,
+) -> None:
+    """Its ranks have seen no difference, and wait in the reductions over replicas."""
+    assert max(ranks(4).run(disagree_in_a_replica, timeout=60, retire=True)) < SOON
+
+
+def catch_and_go_on(world: World) -> bool:
+    """Both ranks catch the error of another mode; one comes late to the next step."""
+    shorten_waits()
+    model = sharded()
+    steps_of(model, 5)
+    model.train(world.rank > 0)
+    with pytest.raises(DesyncError), torch.set_grad_enabled(world.rank == 0):
+        model(torch.ones(2, 4))
+    model.train()
+    if world.rank:
+        time.sleep(4 * LONG)
+    steps_of(model, 3)
+    return True
+
+
+@pytest.mark.req("X-06")
+def test_ranks_that_have_all_caught_an_error_go_on(ranks: RankCount) -> None:
+    """No rank is in a collective then, so the group can be used."""
+    assert all(ranks(2).run(catch_and_go_on, timeout=60, retire=True))
+
+
+def come_late(world: World) -> bool:
+    """All ranks change the order; the last comes when the others wait for long."""
+    shorten_waits()
+    model = sharded()
+    steps_of(model, 4)
+    model.route = [2, 1, 0]
+    if world.rank:
+        time.sleep(4 * LONG)
+    model(torch.ones(2, 4)).sum().backward()
+    if world.rank:
+        time.sleep(4 * LONG)
+    # Nobody departs here: a rank that waits in a collective accuses nobody.
+    model(torch.ones(2, 4)).sum().backward()
+    return True
+
+
+@pytest.mark.req("X-12")
+def test_a_rank_that_is_late_is_not_accused(ranks: RankCount) -> None:
+    """At a change of order, and in a collective."""
+    assert all(ranks(2).run(come_late, timeout=60, retire=True))

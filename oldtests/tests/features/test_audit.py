@@ -1,0 +1,658 @@
+"""Programs that take a shard for the parameter are told in the first step, others not.
+
+Each program trains a model of two units; a table says what of it is told, and where.
+"""
+
+from __future__ import annotations
+
+import linecache
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.overrides import TorchFunctionMode
+
+from composable_fsdp import (
+    ShardedGradScaler,
+    audit,
+    clip_grad_norm_,
+    fsdp2,
+    fully_shard,
+    get_full_param,
+    grad_norm,
+    no_sync,
+    param_norm,
+)
+from composable_fsdp.access import full_shape
+from composable_fsdp.errors import CompositionError
+from composable_fsdp.features import flat_parameters, map_on_owners
+from composable_fsdp.features.audit import first_step, graphs, rules
+from tests.support.on_ranks import on_ranks
+from tests.support.reference import PATHS, apply_units, backward
+from tests.support.sharded import message_of
+from tests.support.world import World
+
+Program = Callable[[nn.Module], object]
+PREFIX = "composable_fsdp: shard taken for the parameter: "
+
+
+def build(path: str, width: int = 6) -> nn.Module:
+    """Two units; on two ranks the shard of the first weight has as many rows as
+    columns, so that shapes alone do not tell rows from columns.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width)
+    )
+    return apply_units(model, ["0"], path=path)
+
+
+def weight(model: nn.Module) -> nn.Parameter:
+    return next(p for p in model.parameters() if p.ndim == 2)
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    x = torch.ones(4, weight(model).shape[1])
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def sgd(model: nn.Module) -> optim.Optimizer:
+    return optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def train(
+    model: nn.Module,
+    make: Callable[..., optim.Optimizer] = optim.SGD,
+    *,
+    penalty: Callable[[nn.Module], Any] = lambda _: 0.0,
+    between: Callable[[nn.Module], object] = lambda _: None,
+    parameters: Any = None,
+    **options: Any,
+) -> None:
+    optimizer = make(parameters or list(model.parameters()), **{"lr": 0.01, **options})
+    for _ in range(3):
+        torch.autograd.backward(loss_of(model) + penalty(model))
+        between(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def after_backward(between: Callable[[nn.Module], object]) -> Program:
+    return partial(train, between=between)
+
+
+def with_penalty(penalty: Callable[[nn.Module], Any]) -> Program:
+    return partial(train, penalty=penalty)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+Rule = Callable[[Tensor, Tensor, dict[str, Any]], Tensor]
+
+
+class ByRule(optim.Optimizer):
+    """A hand-written optimizer: ``rule`` gives the update of one parameter."""
+
+    def __init__(self, params: Any, lr: float, rule: Rule) -> None:
+        super().__init__(params, {"lr": lr})
+        self.rule = rule
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(self.rule(p, p.grad, self.state[p]), alpha=group["lr"])
+
+
+class ForShards(ByRule):
+    works_on_shards = True
+
+
+def by_rule(rule: Rule, kind: type[ByRule] = ByRule) -> Program:
+    return partial(train, make=kind, rule=rule)
+
+
+def trust_ratio(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+    made: Tensor = g * (p.norm() / (g.norm() + 1e-6))
+    return made
+
+
+def cautious(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+    mean = state.setdefault("exp_avg", torch.zeros_like(p)).lerp_(g, 0.1)
+    mask = (mean * g > 0).to(g.dtype)
+    made: Tensor = mean * mask.div_(mask.mean().clamp_(min=1e-3))
+    return made
+
+
+def factored(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+    if g.ndim < 2:
+        return g
+    return g / (g.square() + 1e-8).mean(dim=-2, keepdim=True).sqrt()
+
+
+def shampoo(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+    return g + (g @ g.t()).trace() if g.ndim == 2 else g
+
+
+def muon(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+    if g.ndim < 2:
+        return g
+    u, _, v = torch.linalg.svd(g, full_matrices=False)
+    made: Tensor = u @ v
+    return made
+
+
+def lion(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+    mean = state.setdefault("exp_avg", torch.zeros_like(p))
+    update = mean.mul(0.9).add(g, alpha=0.1).sign_()
+    mean.lerp_(g, 0.01)
+    made: Tensor = update
+    return made
+
+
+def row_centred(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+    return g - g.mean(1, keepdim=True) if g.ndim > 1 else g
+
+
+def sharpness_aware(model: nn.Module) -> None:
+    base = sgd(model)
+    for _ in range(2):
+        backward(loss_of(model))
+        norm = torch.stack([g.norm() for g in gradients(model)]).norm()
+        step = [(p, p.grad / norm) for p in model.parameters() if p.grad is not None]
+        with torch.no_grad():
+            for p, up in step:
+                p.add_(up)
+        base.zero_grad()
+        backward(loss_of(model))
+        with torch.no_grad():
+            for p, up in step:
+                p.sub_(up)
+        base.step()
+
+
+def first_rows(model: nn.Module) -> None:
+    for g in gradients(model):
+        g[:2] = 0
+
+
+def masked_rows(model: nn.Module) -> None:
+    def hook(g: Tensor) -> Tensor:
+        g = g.clone()
+        g[:2] = 0
+        return g
+
+    weight(model).register_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch
+    train(model)
+
+
+def scaled(kind: Any) -> Program:
+    def program(model: nn.Module) -> None:
+        optimizer, scaler = sgd(model), kind("cpu")
+        for _ in range(2):
+            scaler.scale(loss_of(model)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    return program
+
+
+TOLD: dict[str, tuple[Program, str, str]] = {
+    "SAM": (sharpness_aware, "norm", "g.norm() for g in"),
+    "orthogonality": (
+        with_penalty(lambda m: (weight(m).t() @ weight(m)).square().sum()),
+        "The loss reads",
+        "torch.autograd.backward",
+    ),
+    "norm penalty": (
+        with_penalty(lambda m: weight(m).norm()),
+        "The loss reads",
+        "torch.autograd.backward",
+    ),
+    "norms in logs": (
+        after_backward(lambda m: [float(p.detach().norm()) for p in m.parameters()]),
+        "norm",
+        "float(p.detach().norm())",
+    ),
+    "column means": (
+        after_backward(lambda m: weight(m).detach().mean(0)),
+        "mean",
+        "mean(0)",
+    ),
+    "torch's clip": (
+        after_backward(lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1)),
+        "_foreach_norm",
+        "nn.utils.clip_grad_norm_",
+    ),
+    "LARS": (by_rule(trust_ratio), "norm in ByRule", "p.norm() / (g.norm()"),
+    "cautious": (by_rule(cautious), "mean in ByRule", "mask.mean()"),
+    "Adafactor": (by_rule(factored), "mean in ByRule", "mean(dim=-2"),
+    "Shampoo": (by_rule(shampoo), "matmul in ByRule", "g @ g.t()"),
+    "Muon": (by_rule(muon), "linalg_svd in ByRule", "torch.linalg.svd"),
+    "rows of gradients": (after_backward(first_rows), "__setitem__", "g[:2] = 0"),
+    "rows in a hook": (masked_rows, "__setitem__", "g[:2] = 0"),
+    "a row": (
+        after_backward(lambda m: weight(m).detach()[0].clone()),
+        "__getitem__",
+        "detach()[0]",
+    ),
+    "filled": (
+        after_backward(lambda m: nn.init.normal_(weight(m))),
+        "normal_",
+        "nn.init.normal_",
+    ),
+    "torch's scaler": (
+        scaled(torch.amp.GradScaler),
+        "_amp_foreach_non_finite_check_and_unscale_",
+        "scaler.step(optimizer)",
+    ),
+}
+
+
+def l2(model: nn.Module) -> Tensor:
+    found: Tensor = sum(p.pow(2).sum() for p in model.parameters())  # type: ignore[assignment]
+    return 0.01 * found
+
+
+def decay(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.mul_(0.99)
+
+
+def clip_by_value(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.1)
+    for g in gradients(model):
+        g[g.isnan()] = 0
+        g.clamp_(-1, 1)
+
+
+def averaged(model: nn.Module) -> None:
+    kept = [p.detach().clone() for p in model.parameters()]
+
+    def average(_: nn.Module) -> None:
+        torch._foreach_lerp_(kept, [p.detach() for p in model.parameters()], 0.1)
+
+    train(model, between=average)
+
+
+def without_sync(model: nn.Module) -> None:
+    optimizer = sgd(model)
+    for _ in range(2):
+        with no_sync(model):
+            backward(loss_of(model))
+        backward(loss_of(model))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def grouped(model: nn.Module) -> None:
+    named = dict(model.named_parameters())
+    train(
+        model,
+        parameters=[
+            {"params": [p for n, p in named.items() if n.endswith("weight")]},
+            {"params": [p for n, p in named.items() if n.endswith("bias")], "lr": 0.1},
+        ],
+    )
+
+
+def by_full_shapes(model: nn.Module) -> None:
+    groups = [{"params": [p], "lr": 0.1 / full_shape(p)[0]} for p in model.parameters()]
+    train(model, parameters=groups)
+
+
+def evaluated(model: nn.Module) -> None:
+    def look(_: nn.Module) -> None:
+        with torch.no_grad():
+            assert float(loss_of(model)) >= 0
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+        assert grad_norm(model) >= 0
+        assert param_norm(model) >= 0
+
+    train(model, between=look)
+    get_full_param(model, "0.weight").norm()
+
+
+def owned(model: nn.Module) -> None:
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+
+    def whole(update: Tensor, _: Tensor) -> Tensor:
+        made: Tensor = update / update.norm()
+        return made
+
+    def step(_: nn.Module) -> None:
+        updates = [None if p.grad is None else p.grad.clone() for p in matrices]
+        map_on_owners(matrices, updates, whole)
+
+    train(model, between=step)
+
+
+def around(model: nn.Module) -> None:
+    class Around(optim.Optimizer):
+        """Holds another optimizer, as Lookahead does."""
+
+        def __init__(self, params: Any, lr: float) -> None:
+            self.base = optim.AdamW(params, lr)
+            super().__init__(self.base.param_groups, {})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.base.step()
+
+    train(model, Around)
+
+
+def in_modes(model: nn.Module) -> None:
+    class Mine(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    before = torch._C._len_torch_function_stack()
+    with Mine(), torch.device("cpu"):
+        train(model)
+    assert torch._C._len_torch_function_stack() == before
+
+
+def in_a_thread(model: nn.Module) -> None:
+    thread = threading.Thread(target=train, args=(model,))
+    thread.start()
+    thread.join()
+
+
+def transformed(model: nn.Module) -> None:
+    def look(_: nn.Module) -> None:
+        values = torch.func.vmap(lambda x: x * 2)(torch.ones(2, 3))
+        torch.func.grad(lambda x: x.sum())(values)
+
+    train(model, between=look)
+
+
+every: dict[str, Callable[..., optim.Optimizer]] = {
+    "SGD": partial(optim.SGD, momentum=0.9, nesterov=True),
+    "Adam": partial(optim.Adam, amsgrad=True, weight_decay=0.1),
+    "AdamW": optim.AdamW,
+    "Adagrad": optim.Adagrad,
+    "RMSprop": partial(optim.RMSprop, centered=True),
+}
+QUIET: dict[str, Program] = {
+    **{f"{n} foreach": partial(train, make=m, foreach=True) for n, m in every.items()},
+    "AdamW fused": partial(train, make=optim.AdamW, fused=True),
+    "SGD fused": partial(train, make=optim.SGD, fused=True),
+    "L2": with_penalty(l2),
+    "squared error": with_penalty(
+        lambda m: functional.mse_loss(
+            weight(m), torch.ones_like(weight(m)), reduction="sum"
+        )
+    ),
+    "decay by hand": after_backward(decay),
+    "clip by value": after_backward(clip_by_value),
+    "our clip": after_backward(lambda m: clip_grad_norm_(m, 0.1)),
+    "averages": averaged,
+    "no_sync": without_sync,
+    "our scaler": scaled(ShardedGradScaler),
+    "groups by name": grouped,
+    "rates by full shapes": by_full_shapes,
+    "evaluation and norms": evaluated,
+    "flat parameters": lambda m: train(m, optim.AdamW, parameters=flat_parameters(m)),
+    "owners": owned,
+    "an optimizer in another": around,
+    "modes": in_modes,
+    "a thread": in_a_thread,
+    "functorch": transformed,
+    "Lion": by_rule(lion),
+    "means of rows": by_rule(row_centred),
+    "works_on_shards": by_rule(trust_ratio, ForShards),
+    "in place": after_backward(lambda m: [g.div_(2) for g in gradients(m)]),
+}
+
+
+def said(program: Program, model: nn.Module) -> list[Any]:
+    """The warnings of a program."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        program(model)
+    return list(found)
+
+
+@pytest.mark.req("R-10")
+@on_ranks(1, 2)
+def test_a_shard_taken_for_the_parameter_is_told_at_its_line(world: World) -> None:
+    """By function, parameter and line, on each of two ranks; one rank has it all. The
+    doors by turns."""
+    # FSDP2's door wraps functions of torch for the whole process.
+    fsdp2.fully_shard(nn.Linear(4, 4))
+    for index, (name, (program, function, line)) in enumerate(TOLD.items()):
+        found = said(program, build(PATHS[index % 2]))
+
+        texts = [str(each.message) for each in found]
+        if world.world_size == 1:
+            assert texts == [], name
+            continue
+        first = next(
+            (w for w in found if f"{PREFIX}{function}" in str(w.message)), None
+        )
+        assert first is not None, (name, texts)
+        assert "parameter '" in str(first.message), name
+        assert first.filename == __file__, (name, first.filename)
+        assert line in linecache.getline(__file__, first.lineno), (name, first.lineno)
+
+
+@pytest.mark.req("R-10", "R-12")
+@on_ranks(1, 2)
+def test_right_programs_hear_nothing(world: World) -> None:
+    """Each trains to its end without a warning, the doors by turns."""
+    for index, (name, program) in enumerate(QUIET.items()):
+        found = said(program, build(PATHS[index % 2]))
+
+        assert [str(each.message) for each in found] == [], name
+
+
+@on_ranks(2)
+def test_a_model_of_real_size_is_audited_alike(world: World) -> None:
+    """A weight of two million elements, whose rows are not as many as columns."""
+    clip, function, _ = TOLD["torch's clip"]
+
+    assert function in str(said(clip, build("composable", 1000))[0].message)
+    assert said(QUIET["AdamW foreach"], build("composable", 1000)) == []
+
+
+@on_ranks(2)
+def test_the_action_of_an_audit(world: World) -> None:
+    """ "off" ends it, "error" raises, and a later step is audited when asked."""
+    norms = after_backward(lambda m: weight(m).detach().norm())
+    quiet, strict, again = (build("composable") for _ in range(3))
+    audit(quiet, "off")
+    audit(strict, "error")
+    train(again)
+
+    assert said(norms, quiet) == []
+    with pytest.raises(CompositionError, match="takes elements together of parameter"):
+        norms(strict)
+    assert said(norms, again) == []
+    audit(again)
+    assert len(said(norms, again)) == 1
+    assert said(norms, again) == []
+    with pytest.raises(ValueError, match="expects an action of warn, error, off"):
+        audit(again, "loud")
+
+
+@on_ranks(2)
+def test_the_audit_holds_nothing_of_the_program(world: World) -> None:
+    """A loss that the program deletes is free, though the audit saw its frame."""
+    model = build("composable")
+    loss = loss_of(model)
+    link = weakref.ref(loss)
+    weight(model).detach().mul(2.0)
+    del loss
+
+    assert link() is None
+
+
+@on_ranks(2)
+def test_an_error_of_the_user_leaves_no_mode(world: World) -> None:
+    """The next forward takes the mode off, and the audit goes on."""
+
+    def raises(_: nn.Module) -> None:
+        raise KeyError("mine")
+
+    model = build("composable")
+    with pytest.raises(KeyError):
+        train(model, between=raises)
+    model.zero_grad()
+    assert len(said(TOLD["torch's clip"][0], model)) == 1
+    assert torch._C._len_torch_function_stack() == 0
+
+
+@on_ranks(2)
+def test_compiled_functions_are_compiled_once(world: World) -> None:
+    """A loss that is compiled in the first step is neither traced nor made again."""
+    # torch looks at ``.grad`` of the argument, which is an error here.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+    torch._dynamo.reset()
+    made = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    loss = torch.compile(lambda y: y.square().mean(), backend=backend, fullgraph=True)
+    model = build("composable")
+    optimizer = sgd(model)
+    for _ in range(3):
+        loss(model(torch.ones(4, 6))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert len(made) == 1
+
+
+@pytest.mark.req("R-11")
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2, 3)
+def test_groups_and_rates_from_local_shapes_are_refused_on_all_ranks(
+    world: World, path: str
+) -> None:
+    """By option, group or parameter, before anything is stepped."""
+    for of, text in (
+        (lambda p: {"params": [p], "lr": 0.1 * p.shape[0]}, "one 'lr' for '0."),
+        (lambda p: {"params": [p], "betas": (0.9, 1 / (2 + len(p)))}, "one 'betas'"),
+    ):
+        model = build(path, 7)
+        kind = optim.SGD if "lr" in text else optim.AdamW
+        told = message_of(
+            partial(train, model, kind, parameters=[of(p) for p in model.parameters()])
+        )
+        assert (
+            told.removeprefix("CompositionError: ")
+            .removeprefix("On another rank: ")
+            .startswith(f"{kind.__name__} expects on all ranks {text}")
+        )
+    model = build(path, 7)
+    small = [p for p in model.parameters() if p.numel() < 34]
+    large = [p for p in model.parameters() if p.numel() >= 34]
+    groups = [{"params": small, "lr": 0.0}, {"params": large}]
+    before = [p.detach().clone() for p in model.parameters()]
+
+    told = message_of(partial(train, model, parameters=groups))
+
+    assert "expects on all ranks one 'lr' for '" in told
+    assert "full_shape(p)" in told
+    assert all(map(torch.equal, before, model.parameters()))
+
+    # Numbers of another type are no other numbers.
+    train(build(path, 7), optim.SGD, lr=(0, 0.0)[world.rank % 2])
+
+
+@pytest.mark.req("R-09")
+@on_ranks(2)
+def test_a_step_under_no_sync_is_told_by_unit(world: World) -> None:
+    """It trains nothing; the gradients wait for a reduction."""
+
+    def program(model: nn.Module) -> None:
+        optimizer = sgd(model)
+        with no_sync(model):
+            backward(loss_of(model))
+            optimizer.step()
+
+    (only,) = said(program, fully_shard(nn.Linear(6, 6)))
+
+    assert "SGD.step() was called while gradients of" in str(only.message)
+    assert "outside no_sync" in str(only.message)
+
+
+@on_ranks(2)
+def test_an_error_in_a_hook_names_the_parameter(world: World) -> None:
+    """With its full shape, as a mask of the full shape does not fit the shard."""
+    model = fully_shard(nn.Linear(6, 6))
+    model.weight.register_hook(lambda g: g * torch.ones(6, 6)[:5])  # type: ignore[no-untyped-call]  # untyped in torch
+
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(1, 6)).sum().backward()
+
+    notes = getattr(caught.value, "__notes__", [str(caught.value)])
+    assert "In a hook of parameter 'weight' (6, 6)" in notes[-1]
+
+
+@on_ranks(2)
+def test_an_average_of_a_sharded_model_hears_nothing(world: World) -> None:
+    """``AveragedModel`` copies the model, and its update is element-wise."""
+    model = build("composable")
+    loss_of(model)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]  # untyped in torch
+
+    assert said(after_backward(lambda m: average.update_parameters(m)), model) == []
+
+
+@on_ranks(2)
+def test_an_error_of_the_audit_ends_no_program(world: World) -> None:
+    """In any part of it: the step is that of a model that is not audited."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("a fault of the audit")
+
+    def penalty(model: nn.Module) -> Tensor:
+        made: Tensor = 0.1 * weight(model).norm()
+        return made
+
+    expected = build("composable")
+    audit(expected, "off")
+    train(expected, penalty=penalty, between=gradients)
+    for where, name in (
+        (rules, "before"),
+        (rules, "after"),
+        (first_step, "place_of"),
+        (first_step, "watch_graphs"),
+        (graphs, "_climb"),
+    ):
+        model = build("composable")
+        with mock.patch.object(where, name, broken), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train(model, penalty=penalty, between=gradients)
+        for found, right in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(found, right)
+
+
+@on_ranks(2)
+def test_a_part_beside_a_tensor_of_another_size_is_named(world: World) -> None:
+    """As in an average of a model whose units divide the same parameters otherwise."""
+    model = build("composable")
+    torch.autograd.backward(loss_of(model))
+    part = weight(model).detach()
+
+    with pytest.raises(RuntimeError, match=r"'0\.weight'.* Shard both models by the"):
+        part.add_(torch.ones(12, 6))

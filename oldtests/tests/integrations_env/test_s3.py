@@ -1,0 +1,141 @@
+"""Claims on checkpoints in S3, against a server of moto that the test starts."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp import SaveOptions, async_save, checkpoints, load, save, verify
+from composable_fsdp.storage import remove_stale
+from composable_fsdp.storage.storages import storage_of
+from tests.storage.training import everything, make, optimizer_of, same, step
+from tests.support.sharded import message_of
+
+pytest.importorskip("s3fs")
+server = pytest.importorskip("moto.server")
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A folder in a bucket of a server of its own."""
+    started = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    started.start()
+    host, port = started.get_host_and_port()
+    # The environment is all that s3fs, and so a user, needs to tell.
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    storages = sys.modules["composable_fsdp.storage.storages"]
+    monkeypatch.setattr(storages, "_open", {})
+    import s3fs
+
+    # Servers of one process share their buckets.
+    bucket = f"runs-{secrets.token_hex(4)}"
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    s3fs.S3FileSystem(use_listings_cache=False).mkdir(bucket)
+    yield f"s3://{bucket}/runs"
+    started.stop()
+
+
+@pytest.mark.req("K-07")
+def test_every_call_works_on_s3(runs: str) -> None:
+    """A large tensor goes up in parts; the marker is put if absent."""
+    model = nn.Sequential(make("plain"), nn.Linear(1500, 4000))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for number in (1, 2, 3):
+        save(
+            f"{runs}/step-{number}",
+            model,
+            optimizer,
+            {"n": number},
+            options=SaveOptions(keep=2),
+        )
+    async_save(
+        f"{runs}/step-4", model, optimizer, {"n": 4}, options=SaveOptions(keep=2)
+    ).result()
+    before = everything(model, optimizer)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+
+    extra = load(runs, model, optimizer)
+
+    assert extra == {"n": 4}
+    assert same(everything(model, optimizer), before)
+    found = checkpoints(runs)
+    assert [(each.step, each.is_whole) for each in found] == [(3, True), (4, True)]
+    assert verify(runs)
+    text = message_of(lambda: save(f"{runs}/step-4", model))
+    assert "step-4 exists already" in text
+    save(f"{runs}/step-4", model, extra=5, options=SaveOptions(overwrite=True))
+    assert load(runs, model) == 5
+
+
+@pytest.mark.req("K-07", "K-03")
+def test_an_upload_that_was_not_committed_is_no_checkpoint(runs: str) -> None:
+    """And can be listed and removed."""
+    model = make("plain")
+    save(f"{runs}/step-1", model, extra=1)
+    save(f"{runs}/step-2", model, extra=2)
+    storage, name = storage_of(f"{runs}/step-2/manifest.json")
+    storage.delete(name)
+
+    assert load(runs, model) == 1
+    assert remove_stale(runs, dry_run=True) == remove_stale(runs) == [f"{runs}/step-2"]
+    assert remove_stale(runs, dry_run=True) == []
+    storage.put(name, b"first", absent=True)
+    with pytest.raises(FileExistsError):
+        storage.put(name, b"second", absent=True)
+
+
+RANKS = """
+import sys, torch.distributed as dist
+dist.init_process_group("gloo")
+from composable_fsdp import load, save
+from tests.storage.training import everything, make, optimizer_of, same, step
+model = make("composable"); optimizer = optimizer_of(model); step(model, optimizer, 0)
+save(sys.argv[1] + "/step-1", model, optimizer, {"epoch": 3})
+other = make("composable", seed=7); fresh = optimizer_of(other)
+assert load(sys.argv[1], other, fresh) == {"epoch": 3}
+assert same(everything(model, optimizer), everything(other, fresh))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.req("K-07")
+def test_two_ranks_save_and_load_and_the_command_verifies(
+    runs: str, tmp_path: Path
+) -> None:
+    """Each rank with connections of its own."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    here = str(Path(__file__).parents[2])
+    run = subprocess.run(
+        [sys.executable, *launch, str(script), runs],
+        env={**os.environ, "PYTHONPATH": here},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+
+    command = [sys.executable, "-m", "composable_fsdp", "verify", f"{runs}/step-1"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert f"{runs}/step-1" in told.stdout
+    optimizer = optimizer_of(model := make("plain"))
+    step(model, optimizer, 1)
+    assert load(f"{runs}/step-1", model, optimizer) == {"epoch": 3}

@@ -1,0 +1,644 @@
+"""Optimizer state as sharded values, and of ranks that hold none of a parameter."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import composable_fsdp as cf
+from composable_fsdp import (
+    FullOptimStateDictConfig,
+    FullyShardedDataParallel,
+    OptimStateKeyType,
+    ShardingStrategy,
+    StateDictType,
+    async_save,
+    fully_shard,
+    load,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    save,
+    set_state_dict_type,
+    state_dict_type,
+)
+from composable_fsdp.access import set_reshard_after_backward
+from composable_fsdp.features import flat_parameters
+from composable_fsdp.optim import get_full_optim_state
+from composable_fsdp.optim.names import is_absent
+from composable_fsdp.optim.own_state_dict import local_state_dict
+from composable_fsdp.state_dict import ShardedValue
+from tests.optim.models import by_name
+from tests.runtime.test_empty_shard_grads import INPUT, Narrow, narrow, once
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
+from tests.support.place import _same
+from tests.support.reference import (
+    adamw,
+    apply_units,
+    averaged_gradients,
+    backward,
+    differences,
+    loss_of,
+    wide_input,
+)
+from tests.support.sharded import (
+    UNITS,
+    RankCount,
+    both_paths,
+    gpt,
+    message_of,
+    own_parts,
+    step,
+)
+from tests.support.world import World
+
+FULL, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+SHARDED = StateDictType.SHARDED_STATE_DICT
+
+
+def trained(
+    world: World, path: str, steps: int = 2, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = gpt(path, **options)
+    optimizer = adamw(model.parameters())
+    for at in range(steps):
+        step(model, optimizer, world.rank, at)
+    return model, optimizer
+
+
+@pytest.mark.req("D-19")
+@both_paths
+@on_ranks(2)
+def test_torchs_functions_give_what_their_options_ask_for(
+    world: World, path: str
+) -> None:
+    """Full tensors on all ranks or the first, sharded values; whatever type is set."""
+    model, optimizer = trained(world, path)
+    whole = dict(model.state_dict()), optim_state_dict(model, optimizer)["state"]
+    set_state_dict_type(model, LOCAL)
+
+    weights, state = get_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True)
+    )
+    assert _same(dict(weights), whole[0])
+    assert _same(state["state"], whole[1])
+
+    on_first = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, state = get_state_dict(model, optimizer, options=on_first)
+    if world.rank == 0:
+        assert _same(dict(weights), whole[0])
+        assert _same(state["state"], whole[1])
+    else:
+        assert (weights, state) == ({}, {})
+
+    for options in (None, StateDictOptions(cpu_offload=True)):
+        weights, state = get_state_dict(model, optimizer, options=options)
+        values = [state["state"][name]["exp_avg"] for name in whole[0]]  # type: ignore[call-overload,index]
+        for value in (*weights.values(), *values):
+            assert isinstance(value, ShardedValue)
+
+
+@pytest.mark.req("D-19", "N-05")
+@on_ranks(3)
+@pytest.mark.parametrize("on_meta", [False, True], ids=["", "meta"])
+def test_torchs_functions_set_full_state_from_all_ranks_or_the_first(
+    world: World, on_meta: bool
+) -> None:
+    """Each rank keeps its part, whatever type is set; a model on meta is filled.
+
+    The optimizer is made of the parameters that the load has assigned.
+    """
+    path = "composable" if on_meta else "wrapper"
+    model, optimizer = trained(world, path)
+    whole = dict(model.state_dict()), optim_state_dict(model, optimizer)
+    for from_first in (False, True):
+        options = StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=from_first
+        )
+        fresh = apply_units(
+            TinyGPT(seed=4).to("meta" if on_meta else "cpu"), UNITS, path=path
+        )
+        if not on_meta:
+            set_state_dict_type(fresh, SHARDED)
+        mine = ({}, {}) if from_first and world.rank else copy.deepcopy(whole)
+        with warnings.catch_warnings():
+            # torch warns of what it asks the process group itself.
+            warnings.filterwarnings("ignore", message=".*(pg_default|Multiple)")
+            set_model_state_dict(fresh, mine[0], options=options)
+            new = adamw(fresh.parameters())
+            set_optimizer_state_dict(fresh, new, mine[1], options=options)
+
+        set_state_dict_type(fresh, FULL)
+        assert _same(dict(fresh.state_dict()), whole[0])
+        # The options are torch's business; it gives lists back for tuples.
+        assert _same(optim_state_dict(fresh, new)["state"], whole[1]["state"])
+        step(fresh, new, world.rank, 2)
+
+
+@pytest.mark.parametrize("over", [nn.Module.parameters, flat_parameters])
+@on_ranks(3)
+def test_the_optimizers_own_state_dict_goes_through_a_file_and_back(
+    world: World, over: Callable[[nn.Module], Any]
+) -> None:
+    """Into itself, into an optimizer that we never met, and as plain parts."""
+    model = gpt("wrapper")
+    optimizer, *new = (adamw(over(model)) for _ in range(3))
+    for at in range(2):
+        step(model, optimizer, world.rank, at)
+    before = copy.deepcopy(local_state_dict(optimizer))
+    whole = optim_state_dict(model, optimizer)
+    file = io.BytesIO()
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    read = torch.load(file)  # weights only
+    optimizer.load_state_dict(optimizer.state_dict())
+    new[0].load_state_dict(read)  # one that was never met
+    new[1].load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if over is nn.Module.parameters:
+        new.append(adamw(over(model)))
+        new[2].load_state_dict(before)
+
+    for each in (optimizer, *new):
+        assert _same(optim_state_dict(model, each), whole)
+        step(model, each, world.rank, 5)
+        for values in each.state.values():
+            assert type(values["exp_avg"]) is torch.Tensor
+
+
+@pytest.mark.req("U-02")
+@on_ranks(2)
+def test_state_that_does_not_fit_is_refused_by_name_on_every_rank(world: World) -> None:
+    """Parts of another plan, parts where the first rank gives to all, other shapes."""
+    model, optimizer = trained(world, "wrapper")
+    set_state_dict_type(model, SHARDED)
+    state = optim_state_dict(model, optimizer)
+    raw = optimizer.state_dict()
+    other = apply_units(TinyGPT(), ["blocks.0"])
+    new = adamw(other.parameters())
+    step(other, new, world.rank, 0)
+    before = copy.deepcopy(local_state_dict(new))
+    forgotten = pickle.loads(pickle.dumps(state))  # as from another run
+
+    for act in (
+        partial(optim_state_dict_to_load, other, new, forgotten),
+        partial(new.load_state_dict, raw),
+    ):
+        text = message_of(act)
+        assert text.startswith("CheckpointError: Optimizer state 'exp_avg' of '")
+        assert re.search(r"got .* in shards of \d+ elements", text)
+        assert "load that into this model's own state_dict()" in text
+    on_first = FullOptimStateDictConfig(rank0_only=True)
+    with state_dict_type(model, FULL, None, on_first):
+        mine: Any = None if world.rank else state
+        text = message_of(partial(optim_state_dict_to_load, model, optimizer, mine))
+        assert "expected a whole tensor on the first rank, which gives it" in text
+    held = next(iter(new.state))
+    new.state[held]["odd"] = torch.ones(3)
+    text = message_of(new.state_dict)
+    assert "optim.state_dict(): state 'odd' of '" in text
+    del new.state[held]["odd"]
+    assert _same(local_state_dict(new), before)
+
+
+@on_ranks(3)
+def test_sharded_state_goes_into_another_wrapping(world: World) -> None:
+    """Each value is gathered and cut anew, as FSDP1 does."""
+    model, optimizer = trained(world, "wrapper")
+    expected = optim_state_dict(model, optimizer)
+    for units in ([], ["blocks.0", "head"]):
+        other = apply_units(TinyGPT(), units, path="wrapper")
+        new = adamw(other.parameters())
+        with state_dict_type(model, SHARDED):
+            state = optim_state_dict(model, optimizer)
+        with state_dict_type(other, SHARDED):
+            new.load_state_dict(optim_state_dict_to_load(other, new, state))
+        assert _same(optim_state_dict(other, new)["state"], expected["state"])
+        step(other, new, world.rank, 0)
+
+
+class OwnBranch(nn.Module):
+    """A unit that all ranks train, and a layer that only this rank has."""
+
+    def __init__(self, rank: int, path: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = apply_units(nn.Linear(4, 4), (), path=path)
+        self.add_module(f"sparse{rank}", nn.Linear(4, 4))
+
+    def forward(self, x: Any) -> Any:
+        """Map ``(batch, 4)`` to the same."""
+        _, own = list(self.named_children())[-1]
+        return self.dense(own(x))
+
+
+@on_ranks(2)
+def test_state_of_parameters_that_one_rank_has_is_saved_and_loaded(
+    world: World,
+) -> None:
+    """They are outside of units; save and load have one set of demands."""
+    model = OwnBranch(world.rank, "wrapper")
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+    saved = cf.optim_state_dict(model, optim)
+    before = copy.deepcopy(optim.state_dict()["state"])
+
+    optim.load_state_dict(cf.optim_state_dict_to_load(model, optim, saved))
+
+    assert f"sparse{world.rank}.weight" in saved["state"]
+    own = [model.get_parameter(f"sparse{world.rank}.{n}") for n in ("weight", "bias")]
+    for each in own:
+        place = next(i for i, p in enumerate(model.parameters()) if p is each)
+        torch.testing.assert_close(optim.state[each], before[place])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@on_ranks(2)
+def test_state_from_torchs_older_reader_is_loaded(world: World, tmp_path: Path) -> None:
+    """``load_sharded_optimizer_state_dict`` gives torch's ``ShardedTensor``."""
+    model = gpt("wrapper")
+    optim = torch.optim.AdamW(model.parameters())
+    step(model, optim, world.rank, 0)
+    cf.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    dcp_save({"optim": cf.optim_state_dict(model, optim)}, checkpoint_id=tmp_path)
+    read = load_sharded_optimizer_state_dict(
+        model_state_dict=model.state_dict(),
+        optimizer_key="optim",
+        storage_reader=FileSystemReader(tmp_path),
+    )
+    with cf.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        want = cf.optim_state_dict(model, optim)["state"]
+    for state in optim.state.values():
+        state["exp_avg"].zero_()
+
+    optim.load_state_dict(cf.optim_state_dict_to_load(model, optim, read["optim"]))
+
+    averages = {name: values["exp_avg"] for name, values in want.items()}
+    for leaf, part in own_parts(model, averages).values():
+        if leaf.numel():
+            assert torch.equal(optim.state[leaf]["exp_avg"], part)
+
+
+State = dict[str, Any]
+
+
+def stepped(
+    world: World, path: str, *, flat: bool = False, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = apply_units(tiny_mlp(), [], path=path, **options)
+    optimizer = adamw(flat_parameters(model) if flat else model.parameters())
+    loss_of(model, wide_input(8)(0, world.rank)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return model, optimizer
+
+
+def written(state: State) -> str:
+    """What writing it raises."""
+    return message_of(partial(torch.save, state, io.BytesIO()))
+
+
+@pytest.mark.req("P-13")
+@both_paths
+@on_ranks(2)
+def test_parts_that_nobody_asked_for_are_not_pickled(world: World, path: str) -> None:
+    """On any rank, copied or inside other things; the ways out do."""
+    model, optimizer = stepped(world, path)
+    state = optimizer.state_dict()
+    texts = [
+        written(state),
+        written({"optim": [copy.deepcopy(state)], "step": 1}),
+        message_of(partial(pickle.dumps, state)),
+    ]
+    # The model is deleted: an optimizer that lives longer still knows its parts.
+    for flat in (False, True):
+        left = stepped(world, path, flat=flat)[1]
+        gc.collect()
+        texts.append(written(left.state_dict()))
+    for text in texts[:4]:
+        assert text.startswith(
+            "CheckpointError: optimizer.state_dict() holds this rank's part of "
+            "state 'exp_avg' of '0.weight', elements ["
+        )
+        assert f"on rank {world.rank} of 2, and is pickled" in text
+        assert "set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)" in text
+    assert "part of state 'exp_avg' of the flat parameter of '" in texts[4]
+    # What the message names.
+    assert written(optim_state_dict(model, optimizer)) == "nothing was raised"
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        assert written(optimizer.state_dict()) == "nothing was raised"
+    # What a rank holds whole.
+    whole = stepped(world, path, strategy=ShardingStrategy.NO_SHARD)[1]
+    assert written(whole.state_dict()) == "nothing was raised"
+
+
+FSDP = FullyShardedDataParallel
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+MAKE: dict[str, Make] = {
+    "adam": partial(torch.optim.Adam, lr=0.05),
+    "adam fused": partial(torch.optim.Adam, lr=0.05, fused=True),
+    "sgd": partial(torch.optim.SGD, lr=0.001),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.05),
+}
+
+
+def steps(
+    world: World, model: nn.Module, optim: torch.optim.Optimizer, first: int, last: int
+) -> None:
+    """Train on this rank's inputs."""
+    for at in range(first, last):
+        once(world, model, at)
+        optim.step()
+        optim.zero_grad()
+
+
+def plain_state(
+    make: Make, ranks: int, count: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights and state of the plain model after ``count`` steps."""
+    plain = Narrow()
+    optim = make(plain.parameters())
+    for at in range(count):
+        averaged_gradients(plain, [INPUT(at, rank) for rank in range(ranks)])
+        optim.step()
+    return dict(plain.state_dict()), by_name(plain, optim)["state"]
+
+
+def assert_state(state: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """All of it, counters included; sums over ranks may be rounded otherwise."""
+    assert sorted(state) == sorted(wanted)
+    for name, values in wanted.items():
+        assert sorted(state[name]) == sorted(values), name
+        for key, value in values.items():
+            torch.testing.assert_close(
+                state[name][key], value, rtol=1e-4, atol=1e-6, msg=f"{name} {key}"
+            )
+
+
+@pytest.mark.req("P-03", "U-02")
+@pytest.mark.parametrize("name", MAKE)
+@on_ranks(3)
+def test_state_in_every_form_is_the_plain_ones(world: World, name: str) -> None:
+    """Also after a load, behind which a rank's own counters would stay."""
+    make = MAKE[name]
+    model = narrow("wrapper")
+    optim = make(model.parameters())
+    steps(world, model, optim, 0, 2)
+    if name != "adagrad":  # which makes its state before the first step
+        held = {id(p) for p, values in optim.state.items() if values}
+        mine = {id(p) for p in model.parameters() if not is_absent(p)}
+        assert held == (set() if name == "sgd" else mine)
+    whole = optim_state_dict(model, optim)
+    assert_state(whole["state"], plain_state(make, world.world_size, 2)[1])
+    # What is loaded stays behind where nothing is stepped on.
+    optim_state_dict_to_load(model, optim, whole, load_directly=True)
+    steps(world, model, optim, 2, 3)
+    weights, wanted = plain_state(make, world.world_size, 3)
+    whole = optim_state_dict(model, optim)
+    assert_state(whole["state"], wanted)
+    apart = differences(model.state_dict(), weights)
+    assert all(value < 1e-5 for value in apart.values()), apart
+
+    assert_state({n: get_full_optim_state(model, optim, n) for n in wanted}, wanted)
+    numbers = FSDP.rekey_optim_state_dict(
+        whole, OptimStateKeyType.PARAM_ID, model, optim=optim
+    )
+    assert len(numbers["state"]) == len(wanted)
+    first = FSDP.full_optim_state_dict(model, optim, rank0_only=True)
+    assert _same(first, whole if world.rank == 0 else {})
+    legacy = FSDP.sharded_optim_state_dict(model, optim)
+    set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    for sharded in (legacy, optim_state_dict(model, optim)):
+        assert list(sharded["state"]) == list(whole["state"])
+        parts = {
+            fqn: {
+                k: v.full_tensor() if isinstance(v, ShardedValue) else v
+                for k, v in values.items()
+            }
+            for fqn, values in sharded["state"].items()
+        }
+        assert_state(parts, wanted)
+    fresh = narrow("composable", 1)
+    new = make(fresh.parameters())
+    optim_state_dict_to_load(fresh, new, legacy, load_directly=True)
+    assert _same(optim_state_dict(fresh, new)["state"], whole["state"])
+
+
+def saved_with(world: World, folder: Path) -> None:
+    """Three checkpoints of a third step: of ``save``, ``async_save`` and torch's."""
+    model = narrow("wrapper")
+    optim = MAKE["adam"](model.parameters())
+    steps(world, model, optim, 0, 1)
+    whole = optim_state_dict(model, optim)
+    optim_state_dict_to_load(model, optim, whole, load_directly=True)
+    steps(world, model, optim, 1, 3)
+    save(folder / "save", model, optim)
+    async_save(folder / "async", model, optim).result()
+    weights, state = get_state_dict(model, optim)
+    assert len(state["state"]) == len(list(model.parameters()))
+    dcp_save({"model": weights, "optim": state}, checkpoint_id=folder / "dcp")
+
+
+def loaded_with(world: World, folder: Path, saved_by: int) -> None:
+    weights, wanted = plain_state(MAKE["adam"], saved_by, 3)
+    for kind in ("save", "async", "dcp"):
+        model = narrow("composable", 1)
+        optim = MAKE["adam"](model.parameters())
+        if kind != "save":
+            steps(world, model, optim, 0, 1)  # over what is there
+        if kind == "dcp":
+            model_state, optim_state = get_state_dict(model, optim)
+            found: Any = {"model": model_state, "optim": optim_state}
+            dcp_load(found, checkpoint_id=folder / kind)
+            set_state_dict(
+                model,
+                optim,
+                model_state_dict=found["model"],
+                optim_state_dict=found["optim"],
+            )
+        else:
+            load(folder / kind, model, optim)
+        assert_state(optim_state_dict(model, optim)["state"], wanted)
+        apart = differences(model.state_dict(), weights)
+        assert all(value < 1e-5 for value in apart.values()), apart
+
+
+@pytest.mark.req("P-03", "U-04")
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(3, 2), (1, 3)])
+def test_checkpoints_take_it_from_the_ranks_that_hold_elements(
+    ranks: RankCount, tmp_path: Path, saved_by: int, loaded_by: int
+) -> None:
+    """Written by some ranks and read by others, before and after a first step."""
+    ranks(saved_by).run(saved_with, tmp_path)
+    ranks(loaded_by).run(loaded_with, tmp_path, saved_by)
+
+
+class Single(nn.Module):
+    """One element, so that all ranks but one hold nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0]))
+        self.unused = nn.Parameter(torch.tensor([1.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@on_ranks(4)
+def test_a_rank_that_holds_nothing_at_all_takes_part(
+    world: World, tmp_path: Path
+) -> None:
+    """And a parameter that no rank has state of has none."""
+    model = FSDP(Single())
+    optim = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(1)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+    # Torch steps once where an optimizer has no state; nobody else takes part.
+    there: Any = get_optimizer_state_dict(model, optim)
+    state = optim_state_dict(model, optim)
+    for each in (state, there):
+        assert list(each["state"]) == ["weight"]
+        assert each["state"]["weight"]["step"] == 3
+    average = state["state"]["weight"]["exp_avg"]
+    torch.testing.assert_close(average, torch.tensor([1 - 0.9**3]))
+    save(tmp_path / "saved", model, optim)
+    model(torch.ones(1)).sum().backward()
+    optim.step()
+    load(tmp_path / "saved", model, optim)
+    assert optim_state_dict(model, optim)["state"]["weight"]["step"] == 3
+
+
+def check_differing(world: World, folder: Path) -> list[str]:
+    model = fully_shard(nn.Linear(8, 3))
+    optim = torch.optim.Adam(model.parameters())
+    backward(loss_of(model, torch.ones(2, 8)))
+    optim.step()
+    weight, _ = model.parameters()
+    if world.rank == 1:
+        assert weight.numel()
+        del optim.state[weight]
+    return [
+        message_of(lambda: optim_state_dict(model, optim)),
+        message_of(lambda: get_full_optim_state(model, optim, "weight")),
+        message_of(lambda: save(folder / "x", model, optim)),
+    ]
+
+
+def test_state_that_a_rank_with_elements_lacks_is_refused_on_all(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Also on the rank that holds none of the parameter."""
+    for rank, (whole, one, saved) in enumerate(
+        ranks(4).run(check_differing, tmp_path, timeout=20)
+    ):
+        for text in (whole, one):
+            assert text.startswith("DesyncError: Optimizer state differs over ranks: ")
+            where = "here 'weight'" if rank < 3 else "on rank 0 of the shard group '"
+            assert where in text
+        assert "Optimizer state 'exp_avg' of 'weight' is torch.float32" in saved
+
+
+def save_own(world: World, folder: Path) -> Any:
+    model = fully_shard(nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4)))
+    optim = torch.optim.Adam(model.parameters(), lr=0.05)
+    for at in range(2):
+        backward(loss_of(model, INPUT(at, world.rank)))
+        optim.step()
+        held = optim.state_dict()["state"]
+        assert len(held) == sum(p.numel() > 0 for p in model.parameters()) < 4
+    dcp_save({"optim": optim.state_dict()}, checkpoint_id=folder)
+    return optim_state_dict(model, optim)
+
+
+def load_own(world: World, folder: Path, wanted: Any) -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4)))
+    optim = torch.optim.Adam(model.parameters(), lr=0.05)
+    backward(loss_of(model, INPUT(0, world.rank)))
+    optim.step()
+    found = {"optim": optim.state_dict()}
+    dcp_load(found, checkpoint_id=folder)
+    optim.load_state_dict(found["optim"])
+    assert _same(optim_state_dict(model, optim), wanted)
+
+
+@pytest.mark.req("D-19")
+def test_a_checkpoint_of_ranks_own_state_dicts_has_every_entry(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Also of parameters of which rank 0 holds nothing, at any number of ranks."""
+    wanted = ranks(3).run(save_own, tmp_path)[0]
+
+    for after in (2, 3):
+        ranks(after).run(load_own, tmp_path, wanted)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_dcps_step_that_makes_state_counts_as_no_step(
+    world: World, fused: bool
+) -> None:
+    """Weights that are kept full stay right, where a rank holds nothing as well."""
+    model = fully_shard(nn.Linear(4, 1, bias=False))
+    assert (model.weight.numel() == 0) == (world.rank == 1)
+    x = torch.ones(2, 4, requires_grad=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    set_reshard_after_backward(model, False)
+    for _ in range(2):
+        backward(model(x).sum())
+        optimizer.zero_grad()
+
+    get_optimizer_state_dict(model, optimizer)
+    assert message_of(lambda: model(x)) == "nothing was raised"
+
+    # Between a forward and its backward versions move on all ranks, or on none.
+    set_reshard_after_backward(model, True)
+    loss = model(x).square().sum()
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    get_optimizer_state_dict(model, fresh)
+    text = message_of(lambda: backward(loss))
+    assert text == "nothing was raised" if fused else "as it was" in text
+
+
+@on_ranks(2)
+def test_a_fused_step_between_two_backwards_is_seen_alike(world: World) -> None:
+    """Fused kernels move no versions, and so none move where there is no element."""
+    model = fully_shard(nn.Linear(4, 1, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    x = torch.ones(2, 4, requires_grad=True)
+    backward(model(x).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    first, second = (model(x).square().sum() for _ in range(2))
+    backward(first)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    text = message_of(lambda: backward(second))
+    assert text == "nothing was raised", text

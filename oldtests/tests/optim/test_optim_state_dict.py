@@ -1,0 +1,314 @@
+"""Optimizer state: refusals on every rank, and FSDP1's older functions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from composable_fsdp import (
+    FullyShardedDataParallel,
+    OptimStateKeyType,
+    ShardingStrategy,
+    StateDictType,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    reshard,
+    set_state_dict_type,
+    unshard,
+    unshard_params,
+)
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.errors import CheckpointError, PhaseError
+from composable_fsdp.features import flat_parameters
+from composable_fsdp.optim import rekey_optim_state_dict
+from composable_fsdp.optim.own_state_dict import local_state_dict
+from tests.optim.models import mixed, train_sharded, two_groups
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
+from tests.support.place import _same
+from tests.support.reference import (
+    PATHS,
+    adamw,
+    apply_units,
+    backward,
+    gpt_input,
+    loss_of,
+)
+from tests.support.sharded import UNITS, gpt, message_of, step
+from tests.support.world import World
+
+FSDP = FullyShardedDataParallel
+
+
+@pytest.mark.req("S1-15", "S1-34")
+@on_ranks(3)
+def test_both_paths_give_and_take_the_same(world: World) -> None:
+    """States, this rank's parts and the collectives are identical on both paths."""
+    for make in (partial(torch.optim.AdamW, amsgrad=True), torch.optim.SGD):
+        histories = []
+        for path in PATHS:
+            model = mixed(path)
+            optimizer = make(two_groups(model))
+            train_sharded(model, optimizer, world, range(2))
+            with record() as calls:
+                state = optim_state_dict(model, optimizer)
+            local = optim_state_dict_to_load(model, optimizer, state)
+            sent = [str(call) for call in calls]
+            histories.append((list(state["state"]), state, sent, local))
+        assert _same(histories[0], histories[1])
+        assert world.all_equal(histories[0][:3])
+
+
+@on_ranks(3)
+def test_a_state_that_does_not_fit_is_refused_by_name(world: World) -> None:
+    """Each has what was found, what was expected and the way out; nothing is loaded."""
+    model = mixed("wrapper")
+    optimizer = torch.optim.AdamW(two_groups(model))
+    train_sharded(model, optimizer, world, range(1))
+    good = optim_state_dict(model, optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    names, shape, groups = (copy.deepcopy(good) for _ in range(3))
+    del names["state"]["second.bias"]
+    names["param_groups"][0]["params"].remove("second.bias")
+    names["state"]["other.weight"] = {}
+    shape["state"]["second.bias"]["exp_avg"] = torch.ones(4)
+    groups["param_groups"][1]["params"].append("second.bias")
+    groups["param_groups"][0]["params"].remove("second.bias")
+    wrong: list[tuple[dict[str, Any], str]] = [
+        (names, "missing ['second.bias'], left over ['other.weight']. Load it into"),
+        (
+            shape,
+            "state 'exp_avg' of 'second.bias' has shape (4,); expected a scalar or the "
+            "parameter's full shape (3,). Pass what optim_state_dict(model, optim)",
+        ),
+        (groups, "group 0 holds parameters of several saved groups ([0, 1])"),
+        (
+            {**good, "state": {"second.bias": {}, 0: {}, 1: {}}},
+            "by names or by numbers; got both: ['second.b",
+        ),
+        (
+            {"state": {}, "param_groups": [{"params": [0, 1]}]},
+            "groups of [2]; the optimizer's groups have [",
+        ),
+        ({}, "expects a dict with the keys 'state' and 'param_groups'"),
+    ]
+    for state, words in wrong:
+        load = partial(optim_state_dict_to_load, model, optimizer, state)
+        text = message_of(partial(load, load_directly=True))
+        assert text.startswith("CheckpointError: ")
+        assert words in text
+    assert _same(optimizer.state_dict(), before)
+    foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))], lr=1)
+    text = message_of(lambda: optim_state_dict(model, foreign))
+    assert "of the optimizer's group 0, of shape (3,), is not a par" in text
+    assert "Pass the model that the optimizer trains." in text
+
+
+@on_ranks(2)
+def test_what_one_rank_refuses_is_refused_on_all(world: World) -> None:
+    """Nobody waits for a rank that has raised before anything was exchanged."""
+    model = apply_units(tiny_mlp(), ["0"])
+    other = torch.optim.Adam([nn.Parameter(torch.ones(2))])
+    optimizer = torch.optim.Adam(model.parameters())
+    wrong = {"nothing": 1} if world.rank else None
+    for act, words in (
+        (
+            partial(optim_state_dict, model, other if world.rank else optimizer),
+            "Parameter 0 of the optimizer's group 0, of shape (2,), is not",
+        ),
+        (
+            partial(optim_state_dict, model, optimizer, wrong),
+            "expects a dict with the keys 'state' and 'param_groups', got",
+        ),
+    ):
+        text = message_of(act)
+        assert words in text
+        assert world.rank or text.startswith("CheckpointError: On rank 1: ")
+
+
+@on_ranks(2)
+def test_a_state_without_groups_is_taken_as_by_fsdp1(world: World) -> None:
+    """By numbers, names or flat parameters; the result has no groups either."""
+    theirs = torch_fsdp.FullyShardedDataParallel(
+        tiny_mlp(), device_id=torch.device("cpu"), use_orig_params=True
+    )
+    model, flat = (apply_units(tiny_mlp(), ["0"]) for _ in range(2))
+    made = [
+        torch.optim.AdamW(parameters)
+        for parameters in (
+            theirs.parameters(),
+            model.parameters(),
+            flat_parameters(flat),
+        )
+    ]
+    for module, optimizer in zip((theirs, model, flat), made, strict=True):
+        module(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+    numbers = [{"state": each.state_dict()["state"]} for each in made]
+    expected = type(theirs).optim_state_dict(theirs, made[0], numbers[0])
+
+    own = optim_state_dict(model, made[1], numbers[1])
+    # Not the values of FSDP1: on the CPU its tensors of a parameter share memory.
+    shapes = [tree_map(torch.Tensor.size, each) for each in (own, expected)]
+    assert shapes[0] == shapes[1]
+    assert _same(own, {"state": optim_state_dict(model, made[1])["state"]})
+    assert _same(optim_state_dict(flat, made[2], numbers[2]), own)
+    set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+    named = {"state": optim_state_dict(model, made[1])["state"]}
+    set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+    assert _same(optim_state_dict(model, made[1], named), own)
+
+
+@pytest.mark.parametrize("group", [True, False])
+@on_ranks(2)
+def test_a_state_that_cannot_be_sent_is_refused_on_all(
+    world: World, group: bool
+) -> None:
+    """By the name of the entry, on the rank that has it and on those that wait."""
+    model = apply_units(tiny_mlp(), ["0"])
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    whole = optim_state_dict(model, optimizer)
+    scatter = partial(
+        FSDP.scatter_full_optim_state_dict,
+        model=model,
+        optim=optimizer,
+        group=world.group if group else None,
+    )
+    broken = copy.deepcopy(whole)
+    broken["state"]["0.weight"]["exp_avg"] = lambda: 1
+
+    assert message_of(lambda: scatter(broken)).startswith(
+        "CheckpointError: The optimizer state of the first rank cannot be sent to the "
+        "others: ['state']['0.weight']['exp_avg'] is a function ("
+    )
+    given = scatter(whole if world.rank == 0 else None)
+    assert _same(given, local_state_dict(optimizer))
+
+
+@pytest.mark.parametrize("over", [nn.Module.parameters, flat_parameters])
+@on_ranks(2)
+def test_the_state_is_the_same_while_parameters_are_full(
+    world: World, over: Callable[[nn.Module], Any]
+) -> None:
+    """Optimizers hold the sharded leaves, in whose places full ones are shown."""
+    kept = ShardingStrategy.SHARD_GRAD_OP
+    model: Any = apply_units(TinyGPT(), UNITS, path="wrapper", strategy=kept)
+    optim = adamw(over(model))
+    step(model, optim, world.rank, 0)
+    expected = optim_state_dict(model, optim)
+
+    def holds() -> None:
+        assert _same(optim_state_dict(model, optim), expected)
+        optim.load_state_dict(optim_state_dict_to_load(model, optim, expected))
+        assert _same(optim_state_dict(model, optim), expected)
+
+    for each in (model, model.module.get_submodule(UNITS[-1])):
+        unshard(each)
+        holds()
+        reshard(model)
+    loss = loss_of(model, gpt_input(0, world.rank))
+    holds()
+    backward(loss)
+    with (
+        unshard_params(model),
+        pytest.raises(PhaseError, match="inside unshard_params of"),
+    ):
+        holds()
+
+
+NAME, ID = OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID
+
+
+@pytest.mark.parametrize("form", ["originals", "flat"])
+@on_ranks(3)
+def test_full_state_is_taken_apart_as_it_was_put_together(
+    world: World, form: str
+) -> None:
+    """From every rank or from the first, with the optimizer or what it is made from."""
+    model = gpt("wrapper")
+    make: Any = flat_parameters if form == "flat" else two_groups
+    optimizer = torch.optim.AdamW(make(model))
+    step(model, optimizer, world.rank, 0)
+    whole = optim_state_dict(model, optimizer)
+    set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)  # not looked at
+
+    on_first = FSDP.full_optim_state_dict(model, optimizer)
+    everywhere = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    sharded = FSDP.sharded_optim_state_dict(model, optimizer)
+    mine = copy.deepcopy(local_state_dict(optimizer))
+    with record() as calls:
+        parts = [
+            FSDP.shard_full_optim_state_dict(whole, model, optim=optimizer),
+            FSDP.shard_full_optim_state_dict(whole, model, make(model)),
+        ]
+    assert calls == []
+    group, given = world.group, on_first or None
+    parts += [
+        FSDP.scatter_full_optim_state_dict(on_first, model, optim=optimizer),
+        FSDP.scatter_full_optim_state_dict(given, model, make(model), group=group),
+        FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer),
+    ]
+
+    assert _same(everywhere, whole)
+    assert _same(on_first, whole if world.rank == 0 else {})
+    for part in parts:
+        fresh = torch.optim.AdamW(make(model))
+        fresh.load_state_dict(part)
+        assert _same(local_state_dict(fresh)["state"], mine["state"])
+
+
+def stepped_plain(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(two_groups(model))
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def torchs(key_type: OptimStateKeyType) -> Any:
+    return torch_fsdp.OptimStateKeyType[key_type.name]
+
+
+def test_names_become_numbers_and_numbers_names_as_with_torch() -> None:
+    """On a plain model; what has such keys already keeps them."""
+    model = tiny_mlp()
+    optimizer = stepped_plain(model)
+    numbered = optimizer.state_dict()
+    before = copy.deepcopy(numbered)
+
+    named = rekey_optim_state_dict(numbered, NAME, model, optim=optimizer)
+
+    theirs = torch_fsdp.FullyShardedDataParallel.rekey_optim_state_dict(
+        numbered, torchs(NAME), model, optim=optimizer
+    )
+    assert _same(named, theirs)
+    assert named["param_groups"][1]["params"] == ["0.weight", "2.weight"]
+    assert _same(numbered, before)
+    assert _same(rekey_optim_state_dict(named, NAME, model, optim=optimizer), named)
+    back = rekey_optim_state_dict(named, torchs(ID), model, two_groups(model))
+    assert _same(back, numbered)
+
+
+@pytest.mark.req("U-02")
+def test_keys_that_nobody_knows_are_refused() -> None:
+    """The message has some of both, and what to pass."""
+    model = tiny_mlp()
+    optimizer = stepped_plain(model)
+    state = optimizer.state_dict()
+    other = {"state": {"norm.weight": {}}, "param_groups": state["param_groups"]}
+    wrong: Any = "names"
+
+    with pytest.raises(CheckpointError, match=r"got both: \['norm.weight'\] and \[0"):
+        rekey_optim_state_dict(other, NAME, model, optim=optimizer)
+    with pytest.raises(TypeError, match=r"one of OptimStateKeyType\.PARAM_NAME"):
+        rekey_optim_state_dict(state, wrong, model, optim=optimizer)

@@ -1,0 +1,69 @@
+"""Build the package, install the wheel beside nothing else, and run the quickstart.
+
+    python -m tests.package
+
+The sdist is built first and the wheel from it. The new environment sees torch, but not
+the checkout: its path file adds the packages of this environment, without the editable
+installation, which is a path file itself.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from pathlib import Path
+
+from tests.test_pages import blocks
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "getting_started" / "quickstart.md"
+
+
+def run(*command: str | Path, cwd: Path = ROOT) -> str:
+    """Run ``command``, print what it prints, and return that."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    sys.stdout.write(done.stdout)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))}: status {done.returncode}")
+    return done.stdout
+
+
+def main() -> None:
+    """Build, install and run; end with a status other than 0 if one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist, environment, work = (Path(folder, n) for n in ("dist", "venv", "work"))
+        run(sys.executable, "-m", "build", "--outdir", dist)
+
+        venv.create(environment, with_pip=True)
+        paths = {"base": str(environment), "platbase": str(environment)}
+        packages = Path(sysconfig.get_path("purelib", vars=paths))
+        (packages / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        python = environment / "bin" / "python"
+        run(python, "-m", "pip", "install", "--quiet", "--no-deps", *dist.glob("*.whl"))
+
+        work.mkdir()
+        (script,) = (each for each in blocks(PAGE) if each.script == "train.py")
+        (work / "train.py").write_text(script.text)
+        where = "import composable_fsdp as c; print(c.__file__)"
+        assert run(python, "-c", where, cwd=work).startswith(str(environment))
+        for ranks in ("2", "3"):  # the second run goes on from the checkpoint
+            launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+            printed = run(python, *launch, ranks, "train.py", cwd=work)
+        assert "epoch 6  loss" in printed
+        run(environment / "bin" / "composable-fsdp", "verify", "runs", cwd=work)
+
+
+if __name__ == "__main__":
+    main()

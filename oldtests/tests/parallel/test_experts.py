@@ -1,0 +1,586 @@
+"""Experts on a mesh of their own: ranks hold other experts, all have data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import Partial, Replicate, distribute_tensor
+
+from composable_fsdp import (
+    FullyShardedDataParallel,
+    StateDictType,
+    clip_grad_norm_,
+    fully_shard,
+    get_full_grad,
+    get_full_param,
+    load,
+    no_sync,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    save,
+    set_state_dict_type,
+)
+from composable_fsdp.errors import (
+    CheckpointError,
+    CompositionError,
+    DesyncError,
+    PlanError,
+)
+from composable_fsdp.features import find_nonfinite
+from composable_fsdp.storage import export_safetensors, open_source
+from tests.parallel.experts import (
+    Model,
+    Recipe,
+    batch,
+    layers_of,
+    local,
+    loss_of,
+)
+from tests.support.on_ranks import on_ranks
+from tests.support.reference import backward
+from tests.support.sharded import message_of
+from tests.support.world import World
+
+_dcp: Any = torch.distributed.checkpoint
+MIXTRAL = Recipe()
+LISTED = Recipe(top=1, shared=True, listed=True, starved=True)
+
+
+def data_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return all ranks of a mesh of experts as one dim."""
+    return mesh._flatten("dp")
+
+
+def pair(recipe: Recipe, world: World, **options: Any) -> tuple[Model, Model]:
+    """Return the sharded model of divided experts, and the plain model."""
+    mesh = recipe.mesh(world)
+    model = recipe.sharded(mesh["ep"], mesh["edp"], data_of(mesh), **options)
+    return model, recipe.plain()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that turns no rounding error into a step."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def step_gradients(model: nn.Module, plain: nn.Module, world: World, step: int) -> None:
+    """Leave the gradients of a step in both; the losses must be equal."""
+    loss = loss_of(model, batch(step, world.rank))
+    backward(loss)
+    parts = [loss_of(plain, batch(step, rank)) for rank in range(world.world_size)]
+    backward(torch.stack(parts).mean())
+    torch.testing.assert_close(loss, parts[world.rank], rtol=1e-5, atol=1e-6)
+
+
+def train(
+    model: nn.Module, plain: nn.Module, world: World, steps: int = 2
+) -> torch.optim.Optimizer:
+    """Train both, and compare losses, norms and in the end the parameters."""
+    both = adamw(model), adamw(plain)
+    for step in range(steps):
+        step_gradients(model, plain, world, step)
+        norm = clip_grad_norm_(model, 0.5)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-6)
+        assert world.all_equal(norm)
+        for each in both:
+            each.step()
+            each.zero_grad()
+    require_equal(model, plain)
+    return both[0]
+
+
+def require_equal(model: nn.Module, plain: nn.Module) -> None:
+    """Every parameter of the plain model; sums are in another order."""
+    own = dict(model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        # Experts in modules of their own are on their ranks alone.
+        if name in own:
+            torch.testing.assert_close(
+                get_full_param(model, name), parameter.detach(), rtol=1e-5, atol=1e-6
+            )
+
+
+def require_equal_gradients(model: nn.Module, plain: nn.Module) -> None:
+    """Every gradient of the plain model that this rank has a part of."""
+    own = dict(model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        if name in own:
+            torch.testing.assert_close(
+                get_full_grad(model, name), parameter.grad, rtol=1e-5, atol=1e-6
+            )
+
+
+@on_ranks(4)
+def test_values_of_the_first_rank_go_to_the_ranks_of_its_experts(world: World) -> None:
+    """sync_module_states keeps the experts of other ranks."""
+
+    def forget(model: Model) -> None:
+        # Ranks 0 and 1 are the first of the ranks with the same experts.
+        for layer in layers_of(model) if world.rank > 1 else ():
+            for value in layer.experts.parameters():
+                local(value.detach()).zero_()
+
+    sync = {"sync_module_states": True}
+    model, plain = pair(MIXTRAL, world, prepare=forget, experts=sync)
+
+    train(model, plain, world, steps=1)
+
+
+@on_ranks(4)
+def test_the_norm_counts_each_expert_once(world: World) -> None:
+    """The norm over all experts of all ranks, and gradients scaled by one factor."""
+    model, plain = pair(Recipe(experts=3, layers=2), world)
+    with no_sync(model):
+        step_gradients(model, plain, world, 0)
+    step_gradients(model, plain, world, 1)
+    # Parameters of one layer alone.
+    experts = [layers_of(each)[0].experts.parameters() for each in (model, plain)]
+    expected = nn.utils.clip_grad_norm_(experts[1], 9.0)
+    torch.testing.assert_close(clip_grad_norm_(experts[0], 9.0), expected)
+
+    for order in (1.0, 2.0, float("inf")):
+        norm = clip_grad_norm_(model, 0.5, order)
+
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, order)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-6)
+        assert world.all_equal(norm)
+    require_equal_gradients(model, plain)
+
+
+@on_ranks(4)
+def test_training_is_that_of_fsdp2_with_its_factor(world: World) -> None:
+    """torch's fully_shard over the same meshes, and the factor that it needs."""
+    recipe = MIXTRAL
+    mesh = recipe.mesh(world)
+    data = data_of(mesh)
+    model = recipe.sharded(mesh["ep"], mesh["edp"], data)
+    torchs: Any = recipe.divided(mesh["ep"])
+    for layer in layers_of(torchs):
+        experts: Any = fsdp2(layer.experts, mesh=mesh["edp"])
+        experts.set_gradient_divide_factor(float(world.world_size))
+        # gloo has no average by another number than that of the ranks.
+        experts.set_force_sum_reduction_for_comms(True)
+        fsdp2(layer, mesh=data)
+    fsdp2(torchs, mesh=data)
+    both = (
+        adamw(model),
+        torch.optim.AdamW(torchs.parameters(), lr=1e-2, eps=1e-3, foreach=False),
+    )
+
+    for step in range(2):
+        losses = [loss_of(each, batch(step, world.rank)) for each in (model, torchs)]
+        torch.testing.assert_close(losses[0], losses[1])
+        for loss, optim in zip(losses, both, strict=True):
+            backward(loss)
+            optim.step()
+            optim.zero_grad()
+
+    for name, value in torchs.named_parameters():
+        torch.testing.assert_close(get_full_param(model, name), value.full_tensor())
+
+
+@pytest.mark.req("M-02")
+@on_ranks(4)
+@pytest.mark.parametrize("recipe", [LISTED, Recipe(experts=3, ep=4)], ids=repr)
+def test_training_and_state_are_those_of_the_plain_model(
+    world: World, recipe: Recipe
+) -> None:
+    """Losses, norms, weights and moments, and names of the state dicts; and back."""
+    model, plain = pair(recipe, world)
+    optimizer = train(model, plain, world)
+
+    state, moments = model.state_dict(), optim_state_dict(model, optimizer)
+
+    assert set(state) == set(plain.state_dict())
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+        assert world.all_equal(state[name])
+    names = set(dict(plain.named_parameters()))
+    assert set(moments["state"]) == names == set(moments["param_groups"][0]["params"])
+    assert world.all_equal(moments["state"])
+    again, _ = pair(recipe, world)
+    other = adamw(again)
+    again.load_state_dict(recipe.plain().state_dict())
+    again.load_state_dict(state)
+    optim_state_dict_to_load(again, other, moments, load_directly=True)
+    for name, value in optim_state_dict(again, other)["state"].items():
+        assert value["exp_avg"].shape == plain.get_parameter(name).shape
+        assert torch.equal(value["exp_avg"], moments["state"][name]["exp_avg"])
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, state[name])
+
+
+@on_ranks(4)
+def test_dcp_goes_to_any_mesh(world: World, tmp_path: Path) -> None:
+    """Each rank writes its rectangle; the checkpoint has all experts."""
+    model, plain = pair(LISTED, world)
+    train(model, plain, world, steps=1)
+    set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    _dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+
+    alone, (other, _) = LISTED.plain(), pair(replace(LISTED, ep=4), world)
+    set_state_dict_type(other, StateDictType.SHARDED_STATE_DICT)
+    for target in (alone, other):
+        for parameter in target.parameters():
+            parameter.data.zero_()
+        state = target.state_dict()
+        _dcp.load({"model": state}, checkpoint_id=tmp_path)
+        target.load_state_dict(state)
+
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(alone.state_dict()[name], value)
+    require_equal(other, plain)
+
+
+@pytest.mark.req("M-02")
+@on_ranks(4)
+@pytest.mark.parametrize("recipe", [Recipe(experts=3), LISTED], ids=repr)
+def test_native_checkpoints_go_to_any_mesh(
+    world: World, recipe: Recipe, tmp_path: Path
+) -> None:
+    """Experts and all else, with moments, each element once; bit by bit."""
+    model, plain = pair(recipe, world)
+    optim = train(model, plain, world, steps=1)
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    moments = optim_state_dict(model, optim)["state"]
+
+    save(tmp_path / "new", model, optim)
+
+    with open_source(tmp_path / "new") as source:
+        assert {name: info.shape for name, info in source.model.items()} == {
+            name: tuple(value.shape) for name, value in weights.items()
+        }
+        groups = source.param_groups
+        assert groups is not None
+        assert sorted(groups[0]["params"]) == sorted(weights)
+    for ep in (1, 4):
+        again, _ = pair(replace(recipe, ep=ep), world)
+        other = adamw(again)
+        with torch.no_grad():
+            for parameter in again.parameters():
+                parameter.zero_()
+        load(tmp_path / "new", again, other)
+        found = optim_state_dict(again, other)["state"]
+        for name, value in again.state_dict().items():
+            assert torch.equal(value, weights[name]), name
+            for key, moment in moments[name].items():
+                assert torch.equal(found[name][key], moment), (name, key)
+    alone = recipe.plain()
+    save(tmp_path / "again", again, other)
+    load(tmp_path / "again", alone, adamw(alone))
+    for name, value in alone.named_parameters():
+        assert torch.equal(value.detach(), weights[name])
+    load(tmp_path / "again", model, optim)
+
+
+@pytest.mark.req("K-01")
+@on_ranks(4)
+def test_native_checkpoints_refuse_to_lose_experts(
+    world: World, tmp_path: Path
+) -> None:
+    """Of a name that two ranks use, and of options that rank 0 has otherwise."""
+    model, _ = pair(LISTED, world)
+    own = [p for n, p in model.named_parameters() if ".each." in n]
+    rest = [p for n, p in model.named_parameters() if ".each." not in n]
+    lr = 0.1 + 0.1 * (world.rank % 2)
+    both: list[dict[str, Any]] = [{"params": rest}, {"params": own, "lr": lr}]
+    options = torch.optim.SGD(both, lr=0.1)
+    text = message_of(lambda: save(tmp_path / "options", model, options))
+    assert (
+        "option 'lr' of 'param_groups[1]' is not the same on all ranks: 0.1 on" in text
+    )
+    assert ", 0.2 on ranks 1" in text
+
+    groups: list[dict[str, Any]] = [{"params": rest}, {"params": own}]
+    if world.rank % 2:
+        groups = [{"params": rest}, {"params": []}, {"params": own}]
+    options = torch.optim.SGD(groups, lr=0.1)
+    text = message_of(lambda: save(tmp_path / "groups", model, options))
+    assert "in group 2 of the optimizer, and rank 0 has no such group" in text
+
+    mesh = LISTED.mesh(world)
+    same = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(same[0], device_mesh=mesh["edp"], expert_mesh=mesh["ep"])
+    fully_shard(same, device_mesh=data_of(mesh))
+    text = message_of(lambda: save(tmp_path / "names", same))
+    assert (
+        "Expert '0.weight' (and 1 more: '0.bias') (by its expert_mesh) is not" in text
+    )
+    text = message_of(lambda: export_safetensors(tmp_path / "files", model))
+    assert "has an expert_mesh, and this rank its own experts alone" in text
+    # The first rank removes its files after it has told the others.
+    dist.barrier()
+    assert not list(tmp_path.iterdir())
+
+
+@on_ranks(4)
+def test_different_experts_are_no_different_weights(world: World) -> None:
+    """No error for experts that differ by design, an error for replicas of one."""
+    model, _ = pair(MIXTRAL, world, check_weights="error")
+    loss_of(model, batch(0, world.rank))
+
+    mesh = MIXTRAL.mesh(world)
+    other = MIXTRAL.divided(mesh["ep"])
+    with torch.no_grad():
+        made: Any = layers_of(other)[0].experts.up
+        made.to_local().add_(world.rank)
+    for layer in layers_of(other):
+        fully_shard(layer.experts, device_mesh=mesh["edp"], check_weights="error")
+    fully_shard(other, device_mesh=data_of(mesh))
+    with pytest.raises(DesyncError, match=r"parameter 'layers.0.experts.up' has other"):
+        loss_of(other, batch(0, world.rank))
+
+
+@on_ranks(4)
+def test_experts_without_a_word_are_refused(world: World) -> None:
+    """Local experts: no rank can know the norm, so no rank gets a number of its own."""
+    recipe = Recipe(listed=True)
+    mesh = recipe.mesh(world)
+    model = recipe.sharded(
+        mesh["ep"], mesh["edp"], data_of(mesh), experts={"expert_mesh": None}
+    )
+    backward(loss_of(model, batch(0, world.rank)))
+
+    for call in (lambda: clip_grad_norm_(model, 1.0), lambda: find_nonfinite(model)):
+        with pytest.raises(CompositionError) as caught:
+            call()
+        text = str(caught.value)
+        assert "(root) over ranks 0-3, 'layers.0.experts' over ranks " in text
+        assert "pass them to fully_shard with expert_mesh=mesh['ep'], or as" in text
+    takes: tuple[Callable[[], Any], ...] = (
+        model.state_dict,
+        lambda: optim_state_dict(model, adamw(model)),
+    )
+    for take in takes:
+        with pytest.raises(CheckpointError, match="trained by 2 ranks of 4") as told:
+            take()
+        assert "Pass expert_mesh=mesh['ep'] to fully_shard" in str(told.value)
+
+
+@on_ranks(4)
+def test_experts_of_a_rank_alone_have_the_state_of_plain_modules(world: World) -> None:
+    """Sharded over one rank without an expert_mesh: each rank keeps its own."""
+    model = apart(world, replace(LISTED, ep=4), expert_mesh=False)
+    optimizer = adamw(model)
+    backward(loss_of(model, batch(0, world.rank)))
+    optimizer.step()
+    own = {n: p.detach() for n, p in model.named_parameters() if ".each." in n}
+    for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+        set_state_dict_type(model, kind)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        moments = optim_state_dict(model, optimizer)
+
+        assert own.keys() < state.keys() == moments["state"].keys()
+        values = {name: value.clone() for name, value in own.items()}
+        for name, value in own.items():
+            assert torch.equal(state[name], value)
+            value.zero_()
+        model.load_state_dict(state)
+        optim_state_dict_to_load(model, optimizer, moments, load_directly=True)
+        for name, value in values.items():
+            assert torch.equal(own[name], value)
+
+
+def same_experts_apart(world: World) -> Model:
+    """Two ranks have the same experts and would never exchange gradients."""
+    return apart(world, MIXTRAL, expert_mesh=False)
+
+
+def same_listed_experts_apart(world: World) -> Model:
+    """The same with experts as modules."""
+    return apart(world, LISTED, expert_mesh=True)
+
+
+def apart(world: World, recipe: Recipe, *, expert_mesh: bool) -> Model:
+    """Return a model whose experts are sharded over each rank alone."""
+    mesh = recipe.mesh(world)
+    model = recipe.divided(mesh["ep"])
+    one = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
+    for layer in layers_of(model):
+        told = mesh["ep"] if expert_mesh else None
+        fully_shard(layer.experts, process_group=one, expert_mesh=told)
+    return fully_shard(model, device_mesh=data_of(mesh))
+
+
+def plain_beside(world: World) -> Model:
+    """Nobody would reduce its gradients over the ranks of other experts."""
+    mesh = MIXTRAL.mesh(world)
+    model = MIXTRAL.divided(mesh["ep"])
+    for layer in layers_of(model):
+        layer.experts.scale = nn.Parameter(torch.ones(1))
+        fully_shard(layer.experts, device_mesh=mesh["edp"])
+    return fully_shard(model, device_mesh=data_of(mesh))
+
+
+def other_numbers_of_units(world: World) -> Model:
+    """A unit per expert: other numbers of experts would meet in other calls."""
+    return each_a_unit(world, Recipe(listed=True, experts=3))
+
+
+def each_a_unit(world: World, recipe: Recipe) -> Model:
+    """Return a model in which each expert is a unit."""
+    mesh = recipe.mesh(world)
+    model = recipe.divided(mesh["ep"])
+    for layer in layers_of(model):
+        for each in filter(None, layer.experts.each):
+            fully_shard(each, device_mesh=mesh["edp"], expert_mesh=mesh["ep"])
+    return fully_shard(model, device_mesh=data_of(mesh))
+
+
+REFUSED: tuple[tuple[Callable[[World], Model], type[Exception], str], ...] = (
+    (
+        same_experts_apart,
+        CompositionError,
+        r"holds DTensors over 2 ranks and is sharded over 1; .*mesh\['edp'\] to their",
+    ),
+    (
+        same_listed_experts_apart,
+        CompositionError,
+        r"'layers.0.experts' has an expert_mesh of 2 ranks and is sharded over 1.*"
+        r"pass device_mesh=mesh\['edp'\], expert_mesh=mesh\['ep'\]",
+    ),
+    (
+        plain_beside,
+        CompositionError,
+        "Parameter 'layers.0.experts.scale' is plain, in a unit of DTensors.*"
+        r"Make it a DTensor over the same mesh \(Replicate\)",
+    ),
+    (
+        other_numbers_of_units,
+        DesyncError,
+        r"the option units with an expert_mesh of unit \(root\): 2 on ranks",
+    ),
+)
+
+
+@on_ranks(4)
+def test_experts_that_could_not_be_averaged_are_refused(world: World) -> None:
+    """At the first forward, by unit or parameter, with the way out."""
+    for build, error, words in REFUSED:
+        model = build(world)
+        with pytest.raises(error, match=f"(?s){words}"):
+            loss_of(model, batch(0, world.rank))
+
+
+@on_ranks(4)
+def test_a_replicated_parameter_beside_counts_once(world: World) -> None:
+    """A bias that all experts share: its gradient is a sum over all of them."""
+    mesh = MIXTRAL.mesh(world)
+    model, plain = MIXTRAL.divided(mesh["ep"]), MIXTRAL.plain()
+    for each in (model, plain):
+        for layer in layers_of(each):
+            bias = torch.ones(1)
+            if each is model:
+                bias = distribute_tensor(bias, mesh["ep"], [Replicate()])
+            layer.experts.bias = nn.Parameter(bias)
+            layer.experts.register_forward_hook(_add_bias)
+    for layer in layers_of(model):
+        fully_shard(layer.experts, device_mesh=mesh["edp"])
+    fully_shard(model, device_mesh=data_of(mesh))
+
+    train(model, plain, world)
+
+
+def _add_bias(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    bias: Any = module.bias
+    if hasattr(bias, "to_local"):
+        # Each rank has the gradients of its own rows: parts of a sum.
+        bias = bias.to_local(grad_placements=[Partial()])
+    shifted: Tensor = out + bias
+    return shifted
+
+
+def listed_model(world: World, **options: Any) -> tuple[Model, DeviceMesh]:
+    """Return a model whose experts have the same names on all ranks."""
+    recipe = Recipe(listed=True)
+    mesh = recipe.mesh(world)
+    model = recipe.divided(mesh["ep"])
+    for layer in layers_of(model):
+        layer.experts.each = nn.ModuleList(e for e in layer.experts.each if e)
+        fully_shard(
+            layer.experts, device_mesh=mesh["edp"], expert_mesh=mesh["ep"], **options
+        )
+    return fully_shard(model, device_mesh=data_of(mesh), **options), mesh
+
+
+@on_ranks(4)
+def test_names_of_several_ranks_are_refused(world: World) -> None:
+    """Training goes, and no state dict loses an expert."""
+    model, _ = listed_model(world)
+    optimizer = adamw(model)
+    backward(loss_of(model, batch(0, world.rank)))
+    assert world.all_equal(clip_grad_norm_(model, 1.0))
+    optimizer.step()
+    set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+
+    takes: tuple[Callable[[], Any], ...] = (
+        model.state_dict,
+        lambda: optim_state_dict(model, optimizer),
+    )
+    for take in takes:
+        with pytest.raises(CheckpointError) as caught:
+            take()
+        text = str(caught.value)
+        assert "several ranks of the expert_mesh hold 'layers.0.experts.each." in text
+        assert "nn.ModuleList with None in the places of other ranks' experts" in text
+    set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+    model.load_state_dict(model.state_dict())
+
+
+@on_ranks(4)
+def test_bad_expert_meshes_are_refused(world: World) -> None:
+    """Before anything changes; each text names the argument."""
+    mesh = Recipe(listed=True).mesh(world)
+    data = data_of(mesh)
+    bad: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
+        ({"expert_mesh": mesh["ep"].get_group()}, TypeError, "expects a 1-D DeviceMe"),
+        ({"expert_mesh": mesh}, PlanError, "expert_mesh expects a 1-D mesh, got 2-D"),
+        (
+            {"expert_mesh": mesh["ep"], "device_mesh": data},
+            PlanError,
+            "also share or copy this unit. Make one mesh of all data ranks",
+        ),
+    )
+    for given, error, text in bad:
+        linear = nn.Linear(3, 3)
+        weight = linear.weight.detach().clone()
+        given.setdefault("device_mesh", mesh["edp"])
+        with pytest.raises(error, match=text):
+            fully_shard(linear, **given)
+        assert torch.equal(linear.weight, weight)
+    with pytest.raises(PlanError, match="without parameters on this rank; expected an"):
+        fully_shard(nn.ReLU(), device_mesh=mesh["edp"], expert_mesh=mesh["ep"])
+
+
+@on_ranks(4)
+def test_the_wrapper_takes_an_expert_mesh(world: World) -> None:
+    """FullyShardedDataParallel around experts of this rank."""
+    recipe = Recipe(listed=True)
+    mesh = recipe.mesh(world)
+    model, plain = recipe.divided(mesh["ep"]), recipe.plain()
+    for layer in layers_of(model):
+        layer.experts = FullyShardedDataParallel(
+            layer.experts, device_mesh=mesh["edp"], expert_mesh=mesh["ep"]
+        )
+    wrapped = FullyShardedDataParallel(model, device_mesh=data_of(mesh))
+    step_gradients(wrapped, plain, world, 0)
+
+    torch.testing.assert_close(
+        wrapped.clip_grad_norm_(0.5),
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5),
+    )
+    state = wrapped.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value)
+    wrapped.load_state_dict(state)

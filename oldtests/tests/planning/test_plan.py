@@ -1,0 +1,105 @@
+"""What a plan says: bytes and calls worked out by hand, and the report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp.config import Block
+from composable_fsdp.tools.memory import Memory
+from composable_fsdp.tools.plan import plan
+from tests.planning.trees import linears, units
+
+MATRIX = 16 * 4
+"""Bytes of the one weight of each layer of ``linears``."""
+
+
+def test_the_peak_is_a_sum_that_can_be_worked_out_by_hand() -> None:
+    """Four matrices, one of them the root's; most is alive in unit 1's backward.
+
+    Full are the root and unit 1, and unit 1's gradient is there. Unit 2 is being
+    reduced, and unit 3 is reduced, each into half a matrix. On CUDA it is the same.
+    """
+    result = plan(linears(4), world_size=2, policy=units({"1": {}, "2": {}, "3": {}}))
+    kept = 4 * MATRIX // 2
+
+    cpu, cuda = result.peak(device_type="cpu"), result.peak(optimizer_states=2)
+
+    assert cpu == Memory(
+        parameters=kept,
+        gradients=2 * MATRIX // 2,
+        full=2 * MATRIX,
+        reduce=MATRIX,
+        in_flight=MATRIX,
+        when="backward of 1",
+    )
+    assert cuda == cpu._replace(optimizer=2 * kept)
+    assert 2 * cuda.total == 6 * kept + 10 * MATRIX
+
+
+def test_few_rows_are_noted_with_the_way_out() -> None:
+    """Fewer rows than ranks pad a matrix; single elements, as the note says, do not."""
+    model = nn.Sequential(nn.Linear(64, 2, bias=False))
+
+    by_row = plan(model, world_size=16)
+    by_element = plan(model, world_size=16, block=Block.ELEMENT)
+
+    assert len(by_row.warnings) == 1
+    assert "0.weight" in by_row.warnings[0]
+    assert "padding is 700%" in by_row.warnings[0]
+    assert "Block.ELEMENT" in by_row.warnings[0]
+    assert by_element.warnings == ()
+    assert by_element.padded_numel == by_element.numel
+
+
+def test_the_report_names_every_unit_and_the_totals() -> None:
+    """One line per unit, then what a rank holds and sends."""
+    model = linears(3, 64)
+    model[0].weight.requires_grad_(False)
+    model[2].to(torch.bfloat16)
+
+    text = str(plan(model, world_size=4, policy=units({"1": {}, "2": {}})))
+    rows = text.splitlines()[4:7]
+
+    assert [line.split()[:4] for line in rows] == [
+        ["(root)", "1", "x", "Sequential"],
+        ["1", "1", "x", "Linear"],
+        ["2", "1", "x", "Linear"],
+    ]
+    assert [line.split("iB  ")[-1] for line in rows] == [
+        "1 parameter in float32 frozen",
+        "1 parameter in float32",
+        "1 parameter in bfloat16",
+    ]
+    assert "Sequential, 12,288 parameters (4,096 frozen), on 4 ranks" in text
+    assert "5 all-gathers" in text
+    assert "2 reduce-scatters" in text
+    assert "at the peak" in text
+    assert "Activations are left out" in text
+
+
+def adapted(frozen: int = 2) -> nn.Module:
+    """Two linear layers with biases, of which the first ``frozen`` parameters are."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for parameter in list(model.parameters())[:frozen]:
+        parameter.requires_grad_(False)
+    return model
+
+
+@pytest.mark.req("S0-06")
+def test_a_plan_lists_what_trains_and_what_is_frozen() -> None:
+    """Names and elements per unit, without what is ignored; the report says it."""
+    model = adapted(frozen=3)
+    ignored = [model.get_parameter("1.bias")]
+
+    found = plan(model, world_size=2, ignored_states=ignored)
+    mixed = plan(adapted(), world_size=2)
+
+    assert found.units[0].frozen == {"0.weight": 16, "0.bias": 4, "1.weight": 16}
+    assert found.units[0].trainable == {}
+    assert mixed.units[0].trainable == {"1.weight": 16, "1.bias": 4}
+    assert (
+        "unit (root) trains 2 of 4 parameters (20 elements; 20 are frozen): "
+        "1.weight, 1.bias"
+    ) in str(mixed)

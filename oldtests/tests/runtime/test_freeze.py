@@ -1,0 +1,274 @@
+"""Parameters that are frozen or unfrozen after sharding, or used by some ranks only."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    ShardingStrategy,
+    fully_shard,
+    no_sync,
+)
+from composable_fsdp.access import set_reduce_scatter_unused_params
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.errors import PhaseError
+from composable_fsdp.phases import Residency
+from composable_fsdp.tools.unit_costs import traffic_of
+from composable_fsdp.tree.traversal import _get_fsdp_states
+from tests.support.models import TinyGPT
+from tests.support.on_ranks import on_ranks
+from tests.support.reference import (
+    STRATEGIES,
+    adamw,
+    apply_units,
+    averaged_gradients,
+    backward,
+    differences,
+    gpt_input,
+    gpt_units,
+    loss_of,
+    tolerance_at,
+)
+from tests.support.sharded import (
+    both_paths,
+    gpt,
+    own_gradient,
+    own_parts,
+)
+from tests.support.world import World
+
+Frozen = Callable[[str], bool]
+# Per step, which parameters are frozen: parts of units, whole units, all but one, none.
+SCHEDULE: list[Frozen] = [
+    lambda name: "bias" in name,
+    lambda name: "blocks.0" in name,
+    lambda name: "qkv" in name or "tokens" in name,
+    lambda name: name != "blocks.1.up.weight",
+    lambda name: False,
+    lambda name: "bias" in name,
+]
+
+
+def set_frozen(model: nn.Module, frozen: Frozen) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen(name))
+
+
+@pytest.mark.few(4)
+@pytest.mark.req("U-01", "S2-11", "D-09")
+@pytest.mark.parametrize("offload", [False, True])
+@both_paths
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(1, 2, 3)
+def test_freezing_and_unfreezing_trains_as_the_plain_model(
+    world: World, path: str, strategy: ShardingStrategy, offload: bool
+) -> None:
+    """With AdamW's state kept, bit by bit at one and two ranks; a backward reduces the
+    bytes that the plan tells of what is trained. Evaluations come between."""
+    model = TinyGPT()
+    set_frozen(model, SCHEDULE[0])
+    plain = copy.deepcopy(model)
+    option = CPUOffload(offload_params=offload)
+    sharded = apply_units(
+        model, gpt_units(model), path=path, strategy=strategy, cpu_offload=option
+    )
+    ours, theirs = adamw(sharded.parameters()), adamw(plain.parameters())
+    objects = list(map(id, sharded.parameters()))
+    tolerance = tolerance_at(world.world_size)
+    for at, frozen in enumerate(SCHEDULE):
+        set_frozen(sharded, frozen)
+        set_frozen(plain, frozen)
+        inputs = [gpt_input(at, rank) for rank in range(world.world_size)]
+        expected = averaged_gradients(plain, inputs)
+        if at % 2:
+            with torch.inference_mode():
+                sharded(inputs[0])
+        loss = loss_of(sharded, inputs[world.rank])
+        with record() as calls:
+            backward(loss)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        plans = [s.handle.layout.plan for s in _get_fsdp_states(sharded)]
+        traffic = [traffic_of(p, is_root=False, in_backward=True) for p in plans]
+        reduced = sum(c.nbytes for c in calls if c.op == "reduce_scatter")
+        assert reduced == sum(t.reduce_scatter_bytes for t in traffic)
+        assert abs(loss.item() - expected[world.rank]) <= tolerance
+        found = differences(sharded.state_dict(), plain.state_dict())
+        assert all(value <= tolerance for value in found.values()), (at, found)
+    assert list(map(id, sharded.parameters())) == objects
+
+
+@on_ranks(2)
+def test_changes_whose_gradients_would_be_lost_are_refused(world: World) -> None:
+    """And training goes on."""
+    x = gpt_input(0, world.rank)
+    model = gpt("composable")
+    with no_sync(model):
+        backward(loss_of(model, x))
+    set_frozen(model, SCHEDULE[0])
+    with pytest.raises(PhaseError, match=r"unit \(root\) was changed while its grad"):
+        loss_of(model, x)
+
+    changes: list[Callable[[nn.Module], object]] = [
+        lambda each: each.double(),
+        lambda each: set_frozen(each, SCHEDULE[0]),
+    ]
+    for change in changes:
+        model = gpt("composable")
+        old = loss_of(model, x)
+        change(model)
+        with torch.no_grad():
+            model(x)
+        if change is changes[1]:
+            # A forward without a graph, as the reference of DPO, changes no region.
+            backward(old)
+            old = loss_of(model, x)
+            set_frozen(model, SCHEDULE[1])
+        loss_of(model, x)
+        with pytest.raises(PhaseError, match=r"unit .* through a forward that ran"):
+            backward(old)
+        model.zero_grad()
+        backward(loss_of(model, x))
+
+
+# ---- ranks that train different parts of the model ----
+
+WIDTH = 4
+
+
+class Pair(nn.Module):
+    """Two layers, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).tanh())
+        return y
+
+
+class Experts(nn.Module):
+    """A stem, and experts on it that all run; which ones count, the caller says.
+
+    Expert 1 runs twice, expert 2 holds units of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3), Pair()])
+        self.gain = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, chosen: Sequence[int]) -> Tensor:
+        x = self.stem(x).tanh()
+        outputs = [expert(x) for expert in self.experts]
+        outputs.append(self.experts[1](x * 2))
+        total = x.sum()
+        for i in chosen:
+            total = total + (outputs[i] * self.gain).square().sum()
+        return total
+
+
+CHOICES: dict[str, list[list[int]]] = {
+    "some": [[0], [2], [0, 1]],
+    "none on one": [[], [0, 1, 2, 3], [3]],
+    "once of twice": [[1], [3], [2]],
+    "none": [[], [], []],
+    "all": [[0, 1, 2, 3]] * 3,
+}
+UNITS = ("stem", "experts.0", "experts.1", "experts.2.first", "experts.2")
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(
+        2, WIDTH, generator=torch.Generator().manual_seed(step * 9 + rank)
+    )
+
+
+def averages(
+    plain: nn.Module, choices: list[list[int]], ranks: int, steps: Sequence[int]
+) -> dict[str, Tensor]:
+    """The mean over ranks of the sum over steps, zeros where nothing arrived."""
+    plain.zero_grad()
+    for rank in range(ranks):
+        for step in steps:
+            backward(plain(batch(step, rank), choices[rank]))
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad / ranks
+        for name, p in plain.named_parameters()
+    }
+
+
+def assert_filled(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    for name, (leaf, part) in own_parts(model, expected).items():
+        torch.testing.assert_close(own_gradient(leaf), part, msg=name)
+
+
+def shard(
+    strategy: ShardingStrategy, prefetch: BackwardPrefetch | None
+) -> tuple[Experts, Experts]:
+    model = Experts()
+    plain = copy.deepcopy(model)
+    for unit in (*UNITS, ""):
+        module = model.get_submodule(unit)
+        fully_shard(module, strategy=strategy, backward_prefetch=prefetch)
+    set_reduce_scatter_unused_params(model, True)
+    return model, plain
+
+
+@pytest.mark.few(4)
+@pytest.mark.req("B-17")
+@pytest.mark.parametrize("second", [None, *CHOICES])
+@pytest.mark.parametrize("prefetch", [None, *BackwardPrefetch])
+@pytest.mark.parametrize("first", CHOICES)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(3)
+def test_units_without_a_gradient_take_part_with_zeros(
+    world: World,
+    first: str,
+    second: str | None,
+    strategy: ShardingStrategy,
+    prefetch: BackwardPrefetch | None,
+) -> None:
+    """Ranks send the same in the same order, and all get the average; of two forwards
+    of one backward the younger ends on every rank before the older one begins."""
+    model, plain = shard(strategy, prefetch)
+    for _ in range(2):
+        model.zero_grad()
+        wanted = averages(plain, CHOICES[first], 3, [0])
+        loss = model(batch(0, world.rank), CHOICES[first][world.rank])
+        if second is not None:
+            more = averages(plain, CHOICES[second], 3, [1])
+            wanted = {name: value + more[name] for name, value in wanted.items()}
+            loss = loss + model(batch(1, world.rank), CHOICES[second][world.rank])
+        with record() as calls:
+            backward(loss)
+
+        assert_filled(model, wanted)
+        assert world.all_equal([(c.op, c.numel) for c in calls])
+    for state in _get_fsdp_states(model):
+        assert state.handle.residency is Residency.SHARDED
+        assert not state.handle.reduction.due
+
+
+def test_a_gradient_of_some_parameters_is_refused(one_rank: World) -> None:
+    """The others would get zeros that nobody asked for."""
+    model = fully_shard(Pair())
+    set_reduce_scatter_unused_params(model, True)
+    loss = model(torch.ones(2, WIDTH)).sum()
+
+    with pytest.raises(
+        PhaseError, match=r"'first.weight' by inputs=.*turn the setting off"
+    ):
+        loss.backward(inputs=[model.first.weight])

@@ -1,0 +1,251 @@
+"""What a step leaves behind and the next one finds: memory, phases, broken steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import (
+    ShardingStrategy,
+    fully_shard,
+    get_full_grad,
+)
+from composable_fsdp.comm import collectives
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.phases import Phase, Residency
+from composable_fsdp.runtime.forward import post_forward, pre_forward
+from composable_fsdp.tree import root as root_module
+from composable_fsdp.tree import traversal
+from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.support.models import TinyGPT, module_at, tiny_mlp
+from tests.support.on_ranks import on_ranks
+from tests.support.reference import (
+    PATHS,
+    STRATEGIES,
+    apply_units,
+    backward,
+    gpt_input,
+    gpt_units,
+    gradients_of,
+    loss_of,
+    wide_input,
+)
+from tests.support.world import World, fake_world
+
+
+def full_bytes(handle: FlatParamHandle) -> int:
+    """Bytes of memory behind the unit's full parameters, of regions that are cut."""
+    cut = [r.full.buffer for r in handle.layout.regions if r.full.is_cut]
+    return sum(full.untyped_storage().nbytes() for full in cut)
+
+
+def reduce_bytes(handle: FlatParamHandle) -> int:
+    """Bytes of memory behind the unit's reduce buffers."""
+    buffers = [r.reduce.buffer for r in handle.layout.trainable]
+    return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
+
+
+def resting(model: nn.Module) -> bool:
+    """Whether every unit is sharded, idle and without memory of a step."""
+    return all(
+        full_bytes(h) == reduce_bytes(h) == 0
+        and not (h.residency is not Residency.SHARDED or h.running.calls)
+        and h.phase is Phase.IDLE
+        and all(params[name] is leaf for params, name, leaf, _ in h.swaps)
+        for h in _get_fsdp_handles(model)
+    )
+
+
+@pytest.mark.req("S1-38")
+@on_ranks(2)
+def test_forward_and_backward_are_functions_on_a_state(world: World) -> None:
+    """Pre- and post-forward called with a state, around no forward at all."""
+    model, plain = fully_shard(tiny_mlp(4)), tiny_mlp(4)
+    state = fully_shard.state(model)
+    assert state is not None
+    x = torch.ones(2, 4) * (world.rank + 1)
+    changed = pre_forward(state, model, (x.requires_grad_(),), {})
+    assert changed is not None
+    (alias,), _ = changed
+    assert state.handle.is_full
+    y = module_at(model, "0")(alias)
+    post_forward(state, model, (alias,), y)
+    backward(y.sum())
+
+    assert resting(model)
+    assert torch.equal(y, module_at(plain, "0")(x.detach()))
+    weight = plain.get_parameter("0.weight")
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 4))
+    for p in module_at(model, "0").parameters():
+        assert (p.grad is None) == (not p.numel())
+
+
+@pytest.mark.req("S1-03", "S1-06")
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_the_tree_is_walked_in_the_first_step_only(world: World, path: str) -> None:
+    """Lazy initialization walks once; later steps, and prefetching, use caches."""
+    units = gpt_units(TinyGPT())
+    model = apply_units(TinyGPT(), units, path=path, forward_prefetch=True)
+    real, walks = traversal.walk_states, list[MagicMock]()
+    with ExitStack() as stack:
+        for place in (traversal, root_module):
+            spy = patch.object(place, "walk_states", side_effect=real)
+            walks.append(stack.enter_context(spy))
+        seen = []
+        for step in range(3):
+            backward(loss_of(model, gpt_input(step, world.rank)))
+            seen.append(sum(spy.call_count for spy in walks))
+    assert seen == [1, 1, 1]
+
+
+# ---- after a backward that raised ----
+
+
+class OutOfMemory(RuntimeError):
+    """What the batch that is skipped meets."""
+
+
+def raise_in_hook(gradients: object) -> None:
+    """A hook of the graph that raises."""
+    raise OutOfMemory
+
+
+class Halves(nn.Module):
+    """A layer, and another that is not used: only the end of backward reduces both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.used(x))
+
+
+@pytest.mark.parametrize("at", ["0", "2"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(1, 2)
+def test_a_hook_that_raises_at_the_end_of_backward_leaves_no_gradients(
+    world: World, strategy: ShardingStrategy, at: str
+) -> None:
+    """The next backward gets those of its own batch alone, also of an old forward."""
+    torch.manual_seed(0)
+    plain, make = nn.Sequential(Halves(), Halves(), Halves()), wide_input(4)
+    model = apply_units(copy.deepcopy(plain), ["0", "1", "2"], strategy=strategy)
+    kept = loss_of(model, make(1, world.rank))
+    hooked: Any = model.get_submodule(at)  # the method is untyped in torch
+    hooks = [
+        p.register_post_accumulate_grad_hook(raise_in_hook) for p in hooked.parameters()
+    ]
+    with pytest.raises(OutOfMemory):
+        backward(loss_of(model, make(0, world.rank)))
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+
+    backward(kept)
+    backward(loss_of(model, make(2, world.rank)))
+
+    expected: dict[str, Tensor] = {}
+    for step in (1, 2):
+        inputs = [make(step, rank) for rank in range(world.world_size)]
+        for name, gradient in gradients_of(plain, inputs).items():
+            expected[name] = gradient + expected.get(name, 0)
+    for name, gradient in expected.items():
+        found = get_full_grad(model, name)
+        assert found is not None
+        torch.testing.assert_close(found, gradient)
+
+
+# ---- after a collective that failed ----
+
+
+class Lost(RuntimeError):
+    """Raised as a backend raises that has lost a peer."""
+
+
+class LostWork:
+    """A collective that fails when it is waited for, as often as it is."""
+
+    def wait(self) -> None:
+        raise Lost("Connection closed by peer")
+
+
+def shard(**options: Any) -> nn.Sequential:
+    """Four units below a root, on rank 0 of two ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    for layer in model:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """``failing[name] = k``: the collective ``name`` fails from its k-th call on."""
+    left: dict[str, int] = {}
+    for name in ("all_gather_flat", "reduce_scatter_flat"):
+        real = getattr(collectives, name)
+
+        def call(*args: Any, name: str = name, real: Any = real, **kwargs: Any) -> Any:
+            if name in left:
+                left[name] -= 1
+                if left[name] < 0:
+                    return LostWork()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(collectives, name, call)
+    with fake_world(2):
+        yield left
+
+
+def step(model: nn.Module, x: Tensor) -> None:
+    """One forward and backward."""
+    model(x).sum().backward()
+
+
+@pytest.mark.req("X-06")
+@pytest.mark.few(8)
+@pytest.mark.parametrize("calls", range(3))
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("what", ["all_gather_flat", "reduce_scatter_flat"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_unit_whose_collective_failed_is_sharded_and_its_memory_free(
+    failing: dict[str, int], what: str, strategy: str, calls: int, *, prefetch: bool
+) -> None:
+    """The step after it runs, once the collectives do; a state dict before it, too."""
+    model = shard(strategy=ShardingStrategy[strategy], forward_prefetch=prefetch)
+    x = torch.ones(2, 4)
+    step(model, x)
+    model.zero_grad()
+
+    failing[what] = calls
+    with pytest.raises(Lost):
+        step(model, x)
+    failing.clear()
+    # What was in flight when the step failed is told once more, and then is gone.
+    with suppress(Lost):
+        model.state_dict()
+    model.state_dict()
+
+    require_between_steps(model)
+    model.zero_grad()
+    step(model, x)
+    assert all(p.grad is not None for p in model.parameters() if p.numel())
+
+
+def require_between_steps(model: nn.Module) -> None:
+    """Every unit is sharded and idle, and has no memory for full values."""
+    for handle in _get_fsdp_handles(model):
+        assert handle.residency is Residency.SHARDED
+        assert handle.phase is Phase.IDLE
+        assert not handle.reduction.has_memory
+        for region in handle.layout.regions:
+            assert region.full.buffer.untyped_storage().nbytes() == 0

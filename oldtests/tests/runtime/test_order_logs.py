@@ -1,0 +1,365 @@
+"""Ranks that do different things are told so, before it does harm or hangs for ever."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.store_load import first_step
+from composable_fsdp import no_sync
+from composable_fsdp.comm import agreement, collectives
+from composable_fsdp.features.guard import meetings, order_log, watch
+from tests.support.on_ranks import on_ranks
+from tests.support.reference import (
+    PATHS,
+    STRATEGIES,
+    apply_units,
+    assert_same_training,
+    averaged_gradients,
+    backward,
+    loss_of,
+    sgd,
+    wide_input,
+)
+from tests.support.world import RankFailure, RankPool, World
+
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = STRATEGIES
+WIDTH = 4
+FAIL: Callable[..., Any] = lambda *_: 1 // 0  # noqa: E731
+
+
+class Blocks(nn.Module):
+    """Equal blocks, run in the order that ``route`` gives; a bias may be left out."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.route = list(range(count))
+        self.shifted = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.route:
+            x = torch.tanh(self.blocks[index](x))
+        x = x * self.scale
+        return x + self.shift if self.shifted else x
+
+
+def sharded_blocks(
+    path: str = "composable", count: int = 3, **options: Any
+) -> tuple[Blocks, nn.Module]:
+    """The plain module, to steer by, and what to call."""
+    model = Blocks(count)
+    units = [f"blocks.{i}" for i in range(count)]
+    return model, apply_units(model, units, path=path, **options)
+
+
+def step(model: nn.Module, index: int, rank: int) -> None:
+    """One forward and backward."""
+    backward(loss_of(model, wide_input(WIDTH)(index, rank)))
+
+
+@pytest.fixture
+def desync(ranks: Callable[[int], RankPool]) -> Callable[..., str]:
+    """``desync(check, ...)`` runs ``check``, which must end in a DesyncError; its
+    text."""
+
+    def run(check: Callable[..., object], *args: object, world_size: int = 2) -> str:
+        # Who has raised has said all; the peers are in a collective for nothing.
+        with pytest.raises(RankFailure) as caught:
+            ranks(world_size).run(check, *args, timeout=20, patience=0.1)
+        return str(caught.value)
+
+    return run
+
+
+# ---- injected deviations --------------------------------------------------------
+
+
+def deviate(world: World, path: str, how: str, at: int) -> None:
+    """Four steps; in step ``at`` the last rank goes its own way."""
+    model, sharded = sharded_blocks(path)
+    for index in range(4):
+        if index == at and world.rank == world.world_size - 1:
+            if at:
+                # Nobody follows, so it need not wait long; until here it may have to,
+                # as in the first step, where whoever comes second has the answer.
+                os.environ[agreement.TIMEOUT_VARIABLE] = "0.2"
+            if how == "swap":
+                model.route = [0, 2, 1]
+            elif how == "stop":
+                model.route = [0, 1]
+            elif how == "eval":
+                sharded.eval()
+            elif how == "unused":
+                model.shifted = False
+        step(sharded, index, world.rank)
+
+
+LEAVES = [
+    ("composable", "swap", "runs 'blocks.2'", "runs 'blocks.1'"),
+    ("composable", "stop", "has no further unit to run", "runs 'blocks.2'"),
+    ("wrapper", "eval", "(root) in eval mode", "(root) in training mode"),
+    ("composable", "unused", "has no gradient yet for 'shift'", "gradients of (root)"),
+]
+by_leave = pytest.mark.parametrize(("path", "how", "mine", "others"), LEAVES)
+
+
+@pytest.mark.few(3)
+# A run that fails costs a new pool.
+@pytest.mark.req("X-12", "D-06")
+@by_leave
+def test_a_rank_that_leaves_the_recorded_order_is_told_what_and_where(
+    desync: Callable[..., str], how: str, mine: str, others: str, path: str
+) -> None:
+    """The error of the rank itself: its use, the recorded one, who did not follow."""
+    text = desync(deviate, path, how, 2)
+
+    told = text[text.index("DesyncError: In ") :]
+    assert "[rank 1]" in told
+    assert mine in told
+    assert others in told
+    assert "recorded in" in told
+    # The way out of a round in another mode is another than that of another unit.
+    cure, name = (
+        ("Call the model and backward on every rank", "even_batches(loader, model)")
+        if how == "eval"
+        else ("Every rank must run", "set_reduce_scatter_unused_params(module, True)")
+    )
+    # Between the two may stand what the store knows of rank 0.
+    assert re.search(rf"Rank 0 did not come within 0\.2 s\. (Behind: .*)?{cure}", told)
+    assert name in told
+
+
+@pytest.mark.req("X-12", "D-06")
+@pytest.mark.few(2)
+@by_leave
+def test_ranks_that_disagree_in_the_first_step_are_told_both_names(
+    desync: Callable[..., str], how: str, mine: str, others: str, path: str
+) -> None:
+    """Whoever comes second to the same place raises, before it sends."""
+    text = desync(deviate, path, how, 0)
+
+    told = text[text.index("DesyncError: Ranks disagree in ") :]
+    assert re.match(r".* in \w+ 1, at [\w ]+: rank 0 .*; rank 1 ", told)
+    assert mine in told
+    assert others in told
+
+
+# ---- what is legal stays legal --------------------------------------------------
+
+
+@contextmanager
+def counted_store() -> Iterator[Callable[[], int]]:
+    """Count uses of the store; the function gives those since it was called last."""
+    uses = 0
+    real = agreement._store
+
+    def spy() -> Any:
+        nonlocal uses
+        # The watch thread reads the store every few seconds.
+        uses += threading.current_thread() is threading.main_thread()
+        return real()
+
+    def uncounted(owner: type, name: str) -> Any:
+        method = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            nonlocal uses
+            before = uses
+            try:
+                return method(*args)
+            finally:
+                uses = before
+
+        return mock.patch.object(owner, name, call)
+
+    def since() -> int:
+        nonlocal uses
+        count, uses = uses, 0
+        return count
+
+    with (
+        mock.patch.object(agreement, "_store", spy),
+        uncounted(meetings._Meeting, "look"),
+        uncounted(watch.StoreWait, "pause"),
+    ):
+        yield since
+
+
+COUNTED_TAGS = mock.patch.object(
+    collectives, "all_gather_tag", side_effect=collectives.all_gather_tag
+)
+
+
+def run_schedule(
+    world: World, model: Blocks, sharded: nn.Module, what: str, index: int
+) -> None:
+    """One round of a schedule."""
+    if what == "evaluate":
+        # After every second step, as training scripts do.
+        step(sharded, index, world.rank)
+        sharded.eval()
+        with torch.no_grad():
+            sharded(wide_input(WIDTH)(index, world.rank))
+        sharded.train()
+    elif what == "accumulate":
+        with no_sync(sharded):
+            step(sharded, index, world.rank)
+    elif what == "freeze":
+        # Two parts of a model in turn, as a GAN trains.
+        model.blocks[0].requires_grad_(index % 2 == 0)
+    elif what == "raise" and index == 0:
+        # All ranks catch the error. The rounds that it ends have written keys.
+        hook = model.blocks[1].register_full_backward_hook(FAIL)
+        with pytest.raises(ZeroDivisionError):
+            step(sharded, index, world.rank)
+        hook.remove()
+    step(sharded, index, world.rank)
+
+
+@pytest.mark.few(3)
+@pytest.mark.req("D-06")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("what", ["evaluate", "accumulate", "freeze", "raise"])
+@on_ranks(2)
+def test_a_schedule_is_compared_until_it_is_known_and_no_longer(
+    world: World, what: str, path: str
+) -> None:
+    """Schedules that repeat cost nothing from their third round on."""
+    model, sharded = sharded_blocks(path)
+    made = []
+    with counted_store() as stored, COUNTED_TAGS as tags:
+        for index in range(9):
+            run_schedule(world, model, sharded, what, index)
+            made.append((tags.call_count, stored()))
+            tags.reset_mock()
+    assert made[0][0] > 0
+    assert made[4:] == [(0, 0)] * 5
+
+
+@pytest.mark.req("D-06")
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_a_model_whose_order_changes_on_all_ranks_alike_trains(
+    world: World, path: str
+) -> None:
+    """The numbers are the reference's. After the order has changed twice, the ranks
+    exchange a tag per forward and backward, and leave the store alone."""
+    model, sharded = sharded_blocks(path, count=4, forward_prefetch=True)
+    plain = Blocks(4)
+    optimizers = [sgd(each.parameters()) for each in (sharded, plain)]
+    made = []
+    routes = [[0, 1, 2], [2, 1], [3, 3, 0], [0, 1, 2, 3]] * 3
+    with counted_store() as stored, COUNTED_TAGS as tags:
+        for index, route in enumerate(routes):
+            for each in (model, plain):
+                each.route, each.shifted = route, index % 2 == 0
+            stored()
+            step(sharded, index, world.rank)
+            made.append((tags.call_count, stored()))
+            tags.reset_mock()
+            averaged_gradients(plain, [wide_input(WIDTH)(index, r) for r in range(2)])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same_training(sharded, plain, [], [])
+    assert [uses > 0 for _, uses in made[1:3]] == [True, True]
+    assert made[4:] == [(2, 0)] * 8
+
+
+@pytest.mark.req("X-12", "U-15")
+def test_the_first_step_of_many_units_asks_the_store_eleven_times(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    """Forward, backward, clipping and the optimizer's first step, with what meetings
+    before have left to clean up; looks at a rank that is late are not counted."""
+    # Removes the keys that the models of other tests have left.
+    ranks(2).run(first_step, 1)
+    for parts in ranks(2).run(first_step, 30):
+        requests = [name for part in parts for name in part]
+        asked = [name for name in requests if name not in ("get", "check")]
+        assert 0 < len(asked) <= 11, " ".join(requests)
+
+
+@on_ranks(2)
+def test_a_captured_first_step_meets_at_the_begin_and_end_of_a_round(
+    world: World,
+) -> None:
+    """The host cannot read tags then, and nothing is sent before the capture ends."""
+    _, sharded = sharded_blocks()
+    captured = mock.patch.object(order_log, "is_capturing", return_value=True)
+    gather = mock.patch.object(meetings.History, "gather", autospec=True)
+    real = meetings.History.gather
+    with captured, gather as met:
+        met.side_effect = real
+        step(sharded, 0, world.rank)
+    places = [call.args[1].place for call in met.call_args_list]
+    told = [place[0] for place in places if place]
+    assert [each.partition(", ")[2] for each in told] == [
+        *("at its beginning", "at its end"),
+        *("at its beginning", "at its end"),
+    ]
+
+
+def evaluate_and_skip(
+    world: World, path: str, first: int, *, everyone: bool
+) -> list[bool]:
+    """Five samples in evaluation, one of which ranks refuse half-way and skip."""
+    model, sharded = sharded_blocks(path)
+    plain = Blocks()
+    right = []
+
+    for index in range(5):
+        x = wide_input(WIDTH)(index, world.rank)
+        refuses = index == first and (everyone or world.rank == 1)
+        if refuses and not everyone:
+            # Nobody follows, so it need not wait long; until here it may have to.
+            os.environ[agreement.TIMEOUT_VARIABLE] = "0.2"
+        if refuses:
+            hook = model.blocks[1].register_forward_pre_hook(FAIL, prepend=True)
+        with torch.no_grad():
+            try:
+                right.append(torch.allclose(sharded(x), plain(x)))
+            except ZeroDivisionError:
+                assert refuses
+                hook.remove()
+    return right
+
+
+@pytest.mark.req("X-06")
+@pytest.mark.parametrize(("path", "first"), [(PATHS[0], 0), (PATHS[1], 3)])
+def test_a_sample_that_one_rank_skips_in_the_middle_is_told(
+    desync: Callable[..., str], path: str, first: int
+) -> None:
+    """The other rank waits in a collective, with which no other collective pairs."""
+    check = functools.partial(evaluate_and_skip, everyone=False)
+    text = desync(check, path, first)
+
+    assert f"begins forward {first + 2} after an exception that ended" in text
+    assert f"forward {first + 1} at use 2" in text
+    assert "Rank 0 did not come within 0.2 s." in text
+    assert "let the ranks agree" in text
+
+
+@pytest.mark.req("X-06")
+@pytest.mark.parametrize(("path", "first"), [(PATHS[0], 0), (PATHS[1], 3)])
+def test_a_sample_that_all_ranks_skip_is_skipped(
+    ranks: Callable[[int], RankPool], path: str, first: int
+) -> None:
+    """Every other output is right."""
+    check = functools.partial(evaluate_and_skip, everyone=True)
+
+    assert ranks(2).run(check, path, first) == [[True] * 4] * 2

@@ -1,0 +1,355 @@
+"""Weights are read between the wait for their all-gather and the reshard, or not.
+
+The ways by which tensors leave a unit are forms of `property_tests`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import (
+    FSDPError,
+    ShardingStrategy,
+    fully_shard,
+    reshard,
+    unshard,
+    unshard_params,
+)
+from composable_fsdp.config import BackwardPrefetch
+from composable_fsdp.errors import PhaseError
+from composable_fsdp.features import flat_parameters
+from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.runtime.corners import OPEN, WRAPS
+from tests.runtime.parity import trains_as
+from tests.support.on_ranks import on_ranks
+from tests.support.reference import (
+    PATHS,
+    adamw,
+    apply_units,
+    assert_same_training,
+    backward,
+    wide_input,
+)
+from tests.support.world import World
+
+WIDTH = 8
+
+
+class Escapes(nn.Module):
+    """Hands a tensor to a place where nobody looks."""
+
+    def __init__(
+        self,
+        read: Callable[[Tensor, Tensor], Tensor],
+        keep: Callable[[Tensor], object],
+    ) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((WIDTH,), 1.5))
+        self.read, self.keep = read, keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keep(self.read(x, self.gain).sum())
+        return x * 1.0
+
+
+class Function(torch.autograd.Function):
+    """Keeps its weight where autograd does not look at versions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grads[0], grads[0] * x
+
+
+READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mul": lambda x, w: x * w,
+    "div": lambda x, w: x / w,
+    "pow": lambda x, w: w.square() * x,
+    "prelu": lambda x, w: torch.nn.functional.prelu(x, w),
+    "rms_norm": lambda x, w: torch.nn.functional.rms_norm(x, (WIDTH,), w),
+    "mv": lambda x, w: x @ w,
+    "function": Function.apply,
+}
+
+
+@pytest.mark.req("P-01")
+@pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, None])
+@on_ranks(2)
+def test_a_read_outside_the_window_names_the_parameter_and_the_way_out(
+    world: World, prefetch: BackwardPrefetch | None
+) -> None:
+    """Never freed memory, never memory that an all-gather is writing; the next step is
+    right."""
+    for read, function in READS.items():
+        place: list[Tensor] = []
+        escapes = Escapes(function, place.append)
+        torch.manual_seed(0)
+        first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        model = nn.Sequential(first, escapes, last)
+        apply_units(model, ["1"], backward_prefetch=prefetch)
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(world.rank))
+        model(x)
+        with pytest.raises(FSDPError) as caught:
+            backward(place[0])
+
+        text = str(caught.value)
+        assert "sharded" in text
+        assert "Return the tensor from the forward" in text
+        assert "'1.gain'" in text or read == "function"
+        model.zero_grad()
+        backward(model(x).square().mean())
+
+
+# ---- units that give out their own weights ----
+
+SHOWN: dict[str, Callable[[nn.Linear], Tensor]] = {
+    "parameter": lambda layer: layer.weight,
+    "view": lambda layer: layer.weight.view(-1),
+    "row": lambda layer: layer.weight[1],
+    "transposed": lambda layer: layer.weight.t(),
+    "detached": lambda layer: layer.weight.detach(),
+    "data": lambda layer: layer.weight.data,
+}
+
+
+class Gives(nn.Module):
+    """Computes, and returns its weight as well."""
+
+    def __init__(self, show: str, container: str = "tuple") -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.show, self.container = show, container
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        return self.layer(x), WRAPS[self.container](SHOWN[self.show](self.layer))
+
+
+class Penalised(nn.Module):
+    """Adds the squares of what its unit gives out."""
+
+    def __init__(self, show: str, container: str = "tuple") -> None:
+        super().__init__()
+        self.inner = Gives(show, container)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, given = self.inner(x)
+        weight = OPEN[self.inner.container](given)
+        return torch.as_tensor(self.head(y) + weight.float().square().sum())
+
+
+GIVEN = [(show, "tuple") for show in SHOWN] + [("parameter", "dict"), ("view", "list")]
+
+
+@on_ranks(2)
+def test_a_weight_that_a_unit_returns_is_one_to_compute_with(world: World) -> None:
+    """Its memory outlives the unit's, and gradients flow through it; also in dicts."""
+    for (show, container), path in zip(GIVEN, cycle(PATHS)):
+        torch.manual_seed(0)
+        plain = Penalised(show, container)
+        model = apply_units(copy.deepcopy(plain), ["inner"], path=path)
+        trains_as(world, model, plain, wide_input(4), adamw, tolerance=1e-6)
+        with torch.no_grad():
+            x = torch.ones(1, 4)
+            assert torch.allclose(model(x), plain(x))
+
+
+# ---- weights that are kept ----
+
+
+@on_ranks(1, 2)
+def test_a_reparametrization_of_shards_is_not_removed(world: World) -> None:
+    """``remove_weight_norm`` would read beyond this rank's rows."""
+    with pytest.warns(FutureWarning):
+        layer = nn.utils.weight_norm(nn.Linear(8, 8))
+    model = fully_shard(nn.Sequential(layer, nn.Linear(8, 3)))
+    model(torch.ones(1, 8))
+
+    with pytest.raises(PhaseError, match="Remove it before fully_shard"):
+        nn.utils.remove_weight_norm(layer)
+
+
+@pytest.mark.req("R-08")
+@pytest.mark.few(3)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("end", ["reshard", "forward", "no_grad"])
+@on_ranks(1, 2)
+def test_a_parameter_kept_from_unshard_shows_the_shard(
+    world: World, end: str, strategy: str
+) -> None:
+    """Also if a forward or a backward reshards; training is that of a plain model."""
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    whole = plain[0].weight.detach().clone()
+    model = copy.deepcopy(plain)
+    fully_shard(model[0], strategy=ShardingStrategy[strategy])
+    fully_shard(model, strategy=ShardingStrategy[strategy])
+    x = torch.ones(1, 8)
+    for step in range(3):
+        for each in (plain, model):
+            if each is model and step < 2:
+                unshard(model[0])
+                kept, view = model[0].weight, model[0].weight.detach()
+                assert view.shape == (8, 8)
+            if each is model and end == "reshard":
+                reshard(model[0])
+            if each is model and end == "no_grad":
+                with torch.no_grad():
+                    model(x)
+            backward(each(x).sum())
+            torch.optim.SGD(each.parameters(), lr=0.5).step()
+            each.zero_grad()
+        assert torch.equal(kept, model[0].weight)
+        # Without ranks to gather from, a view is one of the shard.
+        if step == 0 and end == "reshard" and world.world_size > 1:
+            assert torch.equal(view, whole)
+
+    with unshard_params(model):
+        assert torch.equal(model[0].weight, plain[0].weight)
+
+
+@pytest.mark.parametrize("between", ["nothing", "reshard", "forward"])
+@on_ranks(2)
+def test_a_graph_may_be_run_again_after_a_parameter_was_kept(
+    world: World, between: str
+) -> None:
+    """Also if one rank alone has kept it, and whatever reshards between."""
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = copy.deepcopy(plain)
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (plain, model)]
+    for _ in range(3):
+        unshard(model[0])
+        kept = model[0].weight if world.rank == 0 else None
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            loss = each(torch.ones(1, 8)).square().sum()
+            loss.backward(retain_graph=True)
+            if between == "forward":
+                each(torch.zeros(1, 8))
+            elif between == "reshard" and each is model:
+                reshard(model[0])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if kept is not None:
+            assert torch.equal(kept, model[0].weight)
+
+    with unshard_params(model):
+        assert torch.allclose(model[0].weight, plain[0].weight)
+
+
+@on_ranks(2)
+def test_a_manual_update_ends_the_use_of_a_kept_parameter(world: World) -> None:
+    """As an optimizer step does: the next reshard frees the full memory."""
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model[0])
+    fully_shard(model)
+    unshard(model[0])
+    kept = model[0].weight
+    backward(model(torch.ones(1, 8)).sum())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad)
+        model(torch.ones(1, 8))
+
+    assert torch.equal(kept, model[0].weight)
+    (region,) = _get_fsdp_handles(model[0])[0].layout.regions
+    assert region.full.buffer.untyped_storage().nbytes() == 0
+
+
+class Keeper(nn.Module):
+    """A layer that keeps views of its weight on attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.cache: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.layer.weight.detach()
+        self.cache["row"] = self.layer.weight.data[0]
+        out: Tensor = self.layer(x)
+        return out
+
+
+@on_ranks(1, 2)
+def test_a_view_of_a_weight_on_an_attribute_is_copied(world: World) -> None:
+    """In the first forwards and later, as the output of a forward is."""
+    torch.manual_seed(0)
+    keeper = Keeper()
+    whole, cache = keeper.layer.weight.detach().clone(), keeper.cache
+    model = apply_units(nn.Sequential(keeper, nn.Linear(8, 3)), ["0"])
+    for index in range(6):
+        with torch.set_grad_enabled(index % 2 == 0):
+            out = model(torch.ones(1, 8))
+        assert torch.equal(keeper.last, whole)
+        assert torch.equal(cache["row"], whole[0])
+        if out.requires_grad:
+            backward(out.sum())
+
+
+@on_ranks(2)
+def test_a_view_that_a_raising_first_forward_kept_is_copied(world: World) -> None:
+    """The unit is sharded after the raise, and the attribute keeps the whole weight."""
+    keeper = Keeper()
+    whole = keeper.layer.weight.detach().clone()
+    model = apply_units(nn.Sequential(keeper, nn.Linear(8, 3)), ["0"])
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 7))  # of another width
+
+    assert torch.equal(keeper.last, whole)
+    assert torch.equal(keeper.cache["row"], whole[0])
+
+
+class Residual(nn.Module):
+    """A block whose second derivatives are not zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.layer(x)))
+
+
+@pytest.mark.req("P-09")
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+@on_ranks(2)
+def test_autograd_grad_of_sharded_parameters_is_refused_by_name(
+    world: World, graph: bool, flat: bool
+) -> None:
+    """On every rank before anything runs, never zeros; the next step is right."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Residual(), Residual(), nn.Linear(WIDTH, 1))
+    model = apply_units(copy.deepcopy(plain), ("0", "1"))
+    asked = list(flat_parameters(model) if flat else model.parameters())
+    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+    loss = model(x).square().sum()
+
+    with pytest.raises(PhaseError) as caught:
+        torch.autograd.grad(loss, [x, *asked], create_graph=graph)
+
+    name = "a flat parameter" if flat else "'"
+    assert f"gradient of sharded parameter {name}" in str(caught.value)
+    assert "backward(inputs=[...])" in str(caught.value)
+    backward(loss)
+    backward(plain(x).square().sum())
+    for parameters in (asked, plain.parameters()):
+        torch.optim.SGD(parameters, lr=0.1).step()
+    assert_same_training(model, plain, [], [], tolerance=1e-6)

@@ -1,0 +1,425 @@
+"""SHARDED_STATE_DICT, its values, and torch.distributed.checkpoint on them."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torchs
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable_fsdp import (
+    Block,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+    optim_state_dict,
+    set_state_dict_type,
+    state_dict_type,
+)
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.optim.own_state_dict import local_state_dict
+from composable_fsdp.state_dict import dcp_caller
+from composable_fsdp.state_dict.sharded import ShardedValue
+from tests.state_dict.dcp_tools import (
+    SHARDED,
+    Payload,
+    corners,
+    load_sending_nothing,
+    save_sending_nothing,
+    sharded,
+)
+from tests.support.models import TinyGPT
+from tests.support.on_ranks import on_ranks
+from tests.support.place import _same
+from tests.support.reference import PATHS, STRATEGIES, adamw, apply_units, differences
+from tests.support.sharded import RankCount, both_paths, gpt, message_of, step
+from tests.support.world import World
+
+
+def save(world: World, path: str, folder: Path, strategy: ShardingStrategy) -> int:
+    """Return the number of elements that the checkpoint has."""
+    options: dict[str, Any] = {"strategy": strategy}
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        names = ("replicate", "shard")
+        options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    state = {"model": sharded(gpt(path, seed=3, **options))}
+    with Payload() as mode:
+        metadata: Any = dcp_save(state, checkpoint_id=folder)
+    assert mode.sent == []
+    saved = metadata.state_dict_metadata.values()
+    return sum(chunk.sizes.numel() for each in saved for chunk in each.chunks)
+
+
+def load(world: World, folder: Path) -> None:
+    expected = TinyGPT(seed=3).state_dict()
+    strategies = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
+    for path, strategy in zip(PATHS, strategies, strict=True):
+        model = gpt(path, seed=5, strategy=strategy)
+        state = {"model": sharded(model)}
+        load_sending_nothing(state, folder)
+        with record() as calls:
+            model.load_state_dict(state["model"])
+        assert calls == []
+        assert differences(model.state_dict(), expected) == {}
+
+
+@pytest.mark.req("S1-32", "S1-34")
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [*((each, 3) for each in STRATEGIES), (ShardingStrategy.HYBRID_SHARD, 4)],
+    ids=lambda value: getattr(value, "name", None),
+)
+@both_paths
+def test_what_dcp_saved_on_one_path_both_load_at_another_world_size(
+    ranks: RankCount, path: str, strategy: ShardingStrategy, size: int, tmp_path: Path
+) -> None:
+    """Bit by bit; each element is saved once, and no tensor is sent out or in."""
+    written = ranks(size).run(save, path, tmp_path, strategy)
+
+    assert set(written) == {sum(p.numel() for p in TinyGPT().parameters())}
+    ranks(2).run(load, tmp_path)
+
+
+@pytest.mark.req("S1-32")
+@on_ranks(3)
+def test_full_and_sharded_values_are_loaded_whichever_is_set(world: World) -> None:
+    """What a value is can be seen from the value. Nothing is sent."""
+    model = gpt("wrapper", seed=3)
+    full, mine = model.state_dict(), sharded(model)
+    for kind in (StateDictType.FULL_STATE_DICT, SHARDED):
+        for state in (full, mine):
+            other = gpt("wrapper", seed=5)
+            set_state_dict_type(other, kind)
+            with record() as calls:
+                other.load_state_dict(state)
+            assert calls == []
+            set_state_dict_type(other, StateDictType.FULL_STATE_DICT)
+            assert differences(other.state_dict(), full) == {}
+
+
+@pytest.mark.req("U-02")
+@on_ranks(2)
+def test_sharded_values_of_another_plan_are_refused(world: World) -> None:
+    """The parameter, both parts, and the way out; on every rank."""
+    mine = sharded(gpt("wrapper"))
+    other = apply_units(TinyGPT(seed=5), ["blocks.0"])
+    set_state_dict_type(other, SHARDED)
+    text = message_of(lambda: other.load_state_dict(mine))
+    assert "'blocks.1.norm_1.weight': expected elements [" in text
+    assert "of shape (8,) on rank " in text
+    assert "load that into this model's own state_dict()" in text
+    text = message_of(lambda: TinyGPT().load_state_dict(mine))
+    assert "Use value.local for this rank's elements" in text
+
+
+@pytest.mark.req("S1-32", "S1-14")
+@on_ranks(2)
+def test_the_type_is_that_of_the_tree_the_call_is_made_on(world: World) -> None:
+    """A unit may have its own; one state dict of two types is refused."""
+    model = gpt("wrapper")
+    rest, inner = model.get_submodule("blocks").children()
+    set_state_dict_type(inner, SHARDED)
+    for module, expected in ((inner, True), (rest, False)):
+        values = module.state_dict().values()
+        assert all(isinstance(value, ShardedValue) == expected for value in values)
+    text = message_of(model.state_dict)
+    assert "state_dict expects one type for all units; 'blocks.1' is set to " in text
+    assert "SHARDED_STATE_DICT, the unit it is in to FULL_STATE_DICT" in text
+
+
+@pytest.mark.req("U-02")
+@on_ranks(2)
+def test_a_sharded_value_is_no_tensor_to_compute_with(world: World) -> None:
+    """It can be printed, copied, moved and pickled; the rest says what to use."""
+    model = gpt("composable")
+    value = sharded(model)[CUT]
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    copies: list[Any] = [torch.load(file), copy.deepcopy(value), value.clone()]
+    for copied in copies:
+        assert copied.is_part_like(value)
+        assert torch.equal(copied.local, value.local)
+        assert copied.local.data_ptr() != value.local.data_ptr()
+    assert value.detach().local.data_ptr() == value.local.data_ptr()
+    wide: Any = value.to(torch.float64)
+    zeros: Any = torch.zeros_like(value)
+    assert wide.local.dtype == torch.float64
+    assert torch.equal(zeros.local, torch.zeros(zeros.local.shape))
+    assert (value.size(), value.numel(), value.ndim) == (torch.Size([6, 8]), 48, 2)
+    mean = value.clone().mul_(0.9).add_(value, alpha=0.1) - 2 * (value / 2)
+    torch._foreach_lerp_([mean], [value], 1.0)
+    assert torch.equal(mean.local, value.local)
+    part = "[32, 48)" if world.rank else "[0, 32)"
+    assert repr(value).startswith(
+        "ShardedValue(shape=(6, 8), dtype=torch.float32, device='cpu', elements "
+        f"{part} of 48 on rank {world.rank} of 2, local=tensor("
+    )
+    whole = torch.zeros(6, 8)
+    this_rank = "Use value.local for this rank's elements"
+    acts: list[tuple[Callable[[], object], str]] = [
+        (lambda: value + whole, "values of the same cut, got a plain tensor of"),
+        (lambda: value[0], this_rank),
+        (lambda: torch.cat([value, value]), this_rank),
+        (lambda: whole.copy_(value), this_rank),
+        (lambda: value.copy_(whole), this_rank),
+        (
+            lambda: sharded(model)["head.weight"].copy_(value),
+            "expects another ShardedValue with elements [",
+        ),
+        (value.sum, ""),
+    ]
+    for act, words in acts:
+        text = message_of(act)
+        assert text.startswith("TypeError: "), text
+        assert words in text
+
+
+CUT = "positions.weight"
+
+
+def refusal_of(act: Callable[[], object]) -> str:
+    # Torch says that it saves alone, and its exception is no Exception.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(CheckpointException) as caught:
+            act()
+    (error,) = {str(each[0]) for each in caught.value.failures.values()}
+    return error
+
+
+def save_alone(world: World, folder: Path) -> str:
+    value: Any = sharded(gpt("composable"))[CUT]
+    if world.rank:
+        return ""
+    save = partial(dcp_save, {CUT: value}, checkpoint_id=folder, no_dist=True)
+    text = refusal_of(save)
+    value.world_size = 1  # as if that part were all there is
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save()
+    return text
+
+
+def load_holes(world: World, folder: Path) -> str:
+    state = {CUT: sharded(gpt("composable", seed=5))[CUT]}
+    return refusal_of(lambda: dcp_load(state, checkpoint_id=folder))
+
+
+def test_a_checkpoint_with_holes_is_neither_saved_nor_loaded(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Torch itself would load what is there and leave the rest as it was."""
+    text = ranks(2).run(save_alone, tmp_path)[0]
+
+    assert "'positions.weight' is in 2 parts, got 1 ranks to save it" in text
+    for after, box in (1, "(0, 0) of size (6, 8)"), (2, "(4, 0) of size (2, 8)"):
+        found = ranks(after).run(load_holes, tmp_path)
+        assert all(
+            f"not whole in the checkpoint: of the box at {box}" in t for t in found
+        )
+
+
+@pytest.mark.req("B-08")
+@on_ranks(3)
+def test_a_model_on_meta_is_filled_from_a_checkpoint(
+    world: World, tmp_path: Path
+) -> None:
+    """No rank ever has more than its part in memory."""
+    source = gpt("composable", seed=3)
+    save_sending_nothing(sharded(source), tmp_path)
+    with torch.device("meta"):
+        plain = TinyGPT()
+    model = apply_units(plain, ["blocks.0", "blocks.1"])
+    state = sharded(model)
+    assert all(value.is_meta for value in state.values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls a function that it deprecates
+        dcp_load(state, checkpoint_id=tmp_path)
+    model.load_state_dict(state, assign=True)
+    model(torch.zeros(1, 3, dtype=torch.long)).sum().backward()
+
+    assert differences(model.state_dict(), source.state_dict()) == {}
+
+
+def save_corners(world: World, path: str, block: Block, folder: Path) -> Any:
+    model, optimizer = corners(path, block, 3)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with state_dict_type(model, SHARDED):
+        saved = {
+            "model": model.state_dict(),
+            "optim": optim_state_dict(model, optimizer),
+        }
+    save_sending_nothing(saved, folder)
+    return dict(model.state_dict()), optim_state_dict(model, optimizer)["state"]
+
+
+def load_corners(world: World, block: Block, folder: Path, expected: Any) -> None:
+    for path in ("plain", *PATHS):
+        model, optimizer = corners(path, block, 5)
+        weights, state = get_state_dict(model, optimizer)
+        found: dict[str, Any] = {"model": weights, "optim": state}
+        load_sending_nothing(found, folder)
+        model.load_state_dict(found["model"])
+        set_optimizer_state_dict(model, optimizer, found["optim"])
+
+        assert _same(dict(model.state_dict()), expected[0])
+        state = optim_state_dict(model, optimizer)["state"]
+        assert _same(state, expected[1])
+        whole = StateDictOptions(full_state_dict=True)
+        full = get_optimizer_state_dict(model, optimizer, options=whole)
+        new = torch.optim.AdamW(model.parameters(), lr=0.1)
+        set_optimizer_state_dict(model, new, full, options=whole)
+        assert _same(
+            local_state_dict(new)["state"], local_state_dict(optimizer)["state"]
+        )
+
+
+@pytest.mark.req("X-28", "S1-14", "S1-32")
+@pytest.mark.parametrize(
+    ("path", "block"), [("wrapper", Block.ROW), ("composable", Block.ELEMENT)]
+)
+def test_parameters_of_any_shape_go_through_a_checkpoint(
+    ranks: RankCount, path: str, block: Block, tmp_path: Path
+) -> None:
+    """Without dimensions, without elements, cut inside rows; to any world size."""
+    expected = ranks(3).run(save_corners, path, block, tmp_path)[0]
+
+    for after in (1, 2):
+        ranks(after).run(load_corners, block, tmp_path, expected)
+
+
+def test_functions_of_a_module_that_is_imported_later_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its import, once; another name of it stays as it is."""
+    (tmp_path / "later_dcp.py").write_text("def f(a, b=2): return a + b\ng = f\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[dict[str, Any]] = []
+
+    def front(run: Any, given: dict[str, Any]) -> Any:
+        seen.append(given)
+        return run()
+
+    monkeypatch.setitem(dcp_caller._waiting, "later_dcp", {"f": front, "gone": front})
+    dcp_caller.install()
+    module: Any = importlib.import_module("later_dcp")
+
+    assert (module.f(1), module.f(1, b=4), module.g(1)) == (3, 5, 3)
+    assert seen == [{"a": 1}, {"a": 1, "b": 4}]
+    assert not hasattr(module, "gone")
+
+
+def test_a_call_whose_options_are_not_known_is_refused(
+    one_rank: World,
+) -> None:
+    """As in a version of torch that names its options otherwise."""
+    model = fully_shard(nn.Linear(2, 2))
+    untyped: Any = torchs
+
+    with pytest.raises(CheckpointError, match="expected its options in 'info'"):
+        untyped._get_model_state_dict(model, SimpleNamespace(full=True))
+
+
+def models(path: str) -> list[tuple[nn.Module, Any]]:
+    """A GPT, and parameters of every odd shape; with elements cut on one door."""
+    found: list[tuple[nn.Module, Any]] = []
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        model = gpt(path, strategy=strategy)
+        found.append((model, adamw(model.parameters())))
+    for block in Block if path == "composable" else (Block.ROW,):
+        found.append(corners(path, block, seed=1))
+    return found
+
+
+@on_ranks(2, 3)
+@both_paths
+def test_parts_boxes_and_the_whole_are_those_of_the_parameter(
+    world: World, path: str
+) -> None:
+    """Also of copies and casts; ``full_tensor`` alone sends something."""
+    for model, _ in models(path):
+        full = model.state_dict()
+        for name, value in sharded(model).items():
+            if not isinstance(value, ShardedValue):
+                continue
+            assert value.to_local() is value.local
+            with record() as calls:
+                pieces = value.local_shards()
+            assert calls == []
+            for piece, box in zip(pieces, value.boxes, strict=True):
+                offsets, sizes = (
+                    piece.metadata.shard_offsets,
+                    piece.metadata.shard_sizes,
+                )
+                assert (offsets, sizes) == (box.offsets, box.sizes)
+                cut = tuple(
+                    slice(o, o + n) for o, n in zip(offsets, sizes, strict=True)
+                )
+                assert torch.equal(piece.tensor, full[name][cut]), name
+            forms: tuple[Any, ...] = (value, copy.deepcopy(value), value.double())
+            for each in forms:
+                whole = each.full_tensor()
+                assert type(whole) is torch.Tensor
+                assert torch.equal(whole, full[name].to(each.dtype)), name
+
+
+@pytest.mark.req("U-02")
+@on_ranks(2)
+def test_what_an_optimizer_shows_can_be_looked_at_whole_or_in_parts(
+    world: World,
+) -> None:
+    """``norm`` and ``mean`` of a part would be this rank's: the error says what is."""
+    model = gpt("wrapper")
+    optimizer = adamw(model.parameters())
+    step(model, optimizer, world.rank, 0)
+    whole = optim_state_dict(model, optimizer)["state"]
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        asked = optim_state_dict(model, optimizer)["state"]
+    for name, state in asked.items():
+        average = state["exp_avg"].full_tensor()
+        assert torch.equal(average, whole[name]["exp_avg"]), name
+    shown = optimizer.state_dict()["state"]
+    assert list(shown) == [i for i, p in enumerate(model.parameters()) if p.numel()]
+    # Ranks hold other ones, so nobody waits for those that have none to gather.
+    for state in shown.values():
+        text = message_of(state["exp_avg"].full_tensor)
+        assert "by optim_state_dict(" in text
+
+    file = io.BytesIO()
+    # Nobody asked for parts above, and those are not pickled.
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        value = next(iter(optimizer.state_dict()["state"].values()))["exp_avg"]
+        torch.save(value, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert torch.equal(loaded.to_local(), value.local)
+    text = message_of(loaded.full_tensor)
+    assert "CheckpointError: full_tensor expects a value whose process gr" in text
+    assert "that was pickled, with elements [" in text
+    for act in (value.norm, value.mean):
+        text = message_of(act)
+        assert text.startswith("TypeError: ")
+        assert "Use value.local for this rank's elements and value.full_t" in text

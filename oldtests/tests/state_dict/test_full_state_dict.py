@@ -1,0 +1,381 @@
+"""Claims on full state dicts: a sharded model saves and loads as the plain one does."""
+
+from __future__ import annotations
+
+import copy
+import os
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import (
+    FullStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+    state_dict_type,
+)
+from composable_fsdp.comm import agreement
+from tests.optim.models import INPUT, Mixed
+from tests.optim.test_names import Parallel, put
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
+from tests.support.place import _same
+from tests.support.recording import record_steps
+from tests.support.reference import PATHS, STRATEGIES, apply_units, differences, loss_of
+from tests.support.sharded import RankCount, both_paths, gpt, is_full, message_of
+from tests.support.world import RankFailure, World
+
+
+class Normed(nn.Module):
+    """Buffers of both kinds, a versioned module, and names like the wrapper's own."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.my_fsdp_wrapped_module = tiny_mlp(seed=seed)
+        self._fsdp_wrapped_module_x = nn.ModuleList([tiny_mlp(seed=seed + 1)])
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("scale", torch.full((3,), float(seed)))
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._fsdp_wrapped_module_x[0](self.my_fsdp_wrapped_module(x))
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+SIMILAR = ["my_fsdp_wrapped_module", "_fsdp_wrapped_module_x.0", "norm"]
+
+
+def metadata(state: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = dict(state._metadata)  # type: ignore[attr-defined]
+    return found
+
+
+def names_of(model: nn.Module) -> list[str]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return [name for name, _ in named]
+
+
+@pytest.mark.req("S1-31", "S1-13", "D-01")
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(1, 3)
+@both_paths
+def test_a_fresh_model_saves_what_the_plain_one_saves(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    """Keys, order, bits, buffers, tied names and metadata, before anything has run."""
+    plain_gpt = TinyGPT(tied_head=True)
+    for model, plain in (
+        (gpt(path, tied_head=True, strategy=strategy), plain_gpt),
+        (apply_units(Normed(), SIMILAR, path=path, strategy=strategy), Normed()),
+    ):
+        saved, expected = model.state_dict(), plain.state_dict()
+
+        assert differences(saved, expected) == {}
+        assert metadata(saved) == metadata(expected)
+        assert names_of(model) == names_of(plain)
+        assert is_full(model) == [False] * len(is_full(model))
+    tied = gpt(path, tied_head=True, strategy=strategy).state_dict()
+    assert tied["tokens.weight"].data_ptr() == tied["head.weight"].data_ptr()
+
+
+@pytest.mark.req("S3-05")
+@both_paths
+@on_ranks(2)
+def test_its_own_state_dict_is_loaded_before_any_forward(
+    world: World, path: str
+) -> None:
+    """Lazy initialization has not run; the values come back after a change."""
+    plain = TinyGPT()
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    model = apply_units(plain, ["blocks.0"], path=path)
+    state = model.state_dict()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(state)
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.req("S1-31", "S1-34", "D-01")
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(3)
+def test_wrapper_composable_and_plain_load_from_each_other(
+    world: World, strategy: ShardingStrategy
+) -> None:
+    """Through all and back, bit by bit; loading sends nothing and takes nothing out."""
+    source = Normed(seed=3)
+    state = source.state_dict()
+    for path in (*PATHS, "plain", *reversed(PATHS)):
+        target = Normed(seed=8)
+        if path != "plain":
+            target = apply_units(target, SIMILAR, path=path, strategy=strategy)  # type: ignore[assignment]
+        given = dict(state)
+        with record_steps() as calls:
+            target.load_state_dict(state)
+
+        assert calls == []
+        assert dict(state).keys() == given.keys()
+        assert all(state[key] is given[key] for key in given)
+        state = target.state_dict()
+        assert differences(state, source.state_dict()) == {}, path
+
+
+@pytest.mark.req("S1-31")
+@on_ranks(3)
+def test_a_sharded_part_of_a_plain_model_saves_and_loads_in_its_place(
+    world: World,
+) -> None:
+    """The fully sharded module need not be the outermost one."""
+    plain = nn.Sequential(nn.Linear(8, 8), Normed(seed=1), tiny_mlp())
+    model = copy.deepcopy(plain)
+    model[1] = apply_units(model[1], ["norm"], path="wrapper")
+
+    assert differences(model.state_dict(), plain.state_dict()) == {}
+    assert metadata(model.state_dict()) == metadata(plain.state_dict())
+    prefixed = model[1].state_dict(prefix="deep.1.")
+    assert differences(prefixed, plain[1].state_dict(prefix="deep.1.")) == {}
+    other = {key: value + 1 for key, value in plain.state_dict().items()}
+    report = model.load_state_dict(other)
+    assert report.missing_keys == report.unexpected_keys == []
+    assert differences(model.state_dict(), other) == {}
+
+
+@pytest.mark.req("S1-31")
+@on_ranks(3)
+def test_members_of_a_unit_made_from_a_list_save_their_own_names(world: World) -> None:
+    """Two modules that share buffers keep the names that they have in the model."""
+    model, plain = TinyGPT(), TinyGPT()
+    fully_shard([model.blocks[0], model.norm])
+    fully_shard(model)
+
+    assert differences(model.state_dict(), plain.state_dict()) == {}
+    assert differences(model.norm.state_dict(), plain.norm.state_dict()) == {}
+    model.norm.load_state_dict({"weight": torch.ones(8), "bias": torch.ones(8)})
+    model.load_state_dict(model.state_dict())
+    plain.norm.load_state_dict({"weight": torch.ones(8), "bias": torch.ones(8)})
+    assert differences(model.state_dict(), plain.state_dict()) == {}
+
+
+def broken(what: str) -> dict[str, Any]:
+    """A state dict of ``Normed`` with something wrong."""
+    state: dict[str, Any] = Normed().state_dict()
+    layer = "my_fsdp_wrapped_module.0."
+    if what == "names":
+        del state[layer + "bias"], state["scale"]
+        state["norm.extra"] = state["other.weight"] = torch.ones(1)
+    elif what == "shape":
+        state[layer + "weight"] = torch.ones(3, 8)
+    elif what == "buffer":
+        state["norm.running_mean"] = torch.ones(3)
+    elif what == "type":
+        state[layer + "weight"] = [1.0, 2.0]
+    elif what == "version":
+        del state["norm.num_batches_tracked"]
+    return state
+
+
+@pytest.mark.req("D-01")
+@both_paths
+@on_ranks(2)
+def test_what_does_not_fit_is_reported_as_by_the_plain_model(
+    world: World, path: str
+) -> None:
+    """Missing and left-over keys, buffers and wrong values have their plain names.
+
+    A wrong shape is beside that of the plain model, not beside that of a shard.
+    """
+    model, plain = apply_units(Normed(), SIMILAR, path=path), Normed()
+    for what in ("names", "buffer", "type", "version", "shape"):
+        # Torch names the class it was called on; all else must be equal.
+        found, expected = (
+            message_of(partial(each.load_state_dict, broken(what))).replace(
+                type(each).__name__, "Model"
+            )
+            for each in (model, plain)
+        )
+        if what == "shape":
+            assert (
+                "'my_fsdp_wrapped_module.0.weight': expected the full parameter of "
+                "shape (12, 8), got (3, 8). Load a state dict of the plain model's "
+                "shapes, on every rank." in found
+            )
+        else:
+            assert found == expected
+        assert is_full(model) == [False] * 4
+    report = model.load_state_dict(broken("names"), strict=False)
+    assert report == plain.load_state_dict(broken("names"), strict=False)
+    model(torch.ones(4, 8)).sum().backward()
+
+
+@both_paths
+@on_ranks(2)
+def test_inside_forward_and_backward_it_is_refused_between_them_it_works(
+    world: World, path: str
+) -> None:
+    """The messages name the call and when to make it."""
+    plain: Any = nn.Sequential(tiny_mlp())
+    layer = plain[0][1]
+    model = apply_units(plain, ["0"], path=path)
+    state, x = model.state_dict(), torch.ones(2, 8)
+    for name, act in (
+        ("state_dict", model.state_dict),
+        ("load_state_dict", lambda: model.load_state_dict(state)),
+    ):
+        handle = layer.register_forward_pre_hook(lambda *_, act=act: act() and None)
+        text = message_of(lambda: model(x))
+        handle.remove()
+        assert text.startswith(
+            f"PhaseError: {name} was called on (root) inside the forward of (root)"
+        )
+        y = model(x)
+        y.register_hook(lambda _, act=act: act() and None)
+        text = message_of(y.sum().backward)
+        assert text.startswith(
+            f"PhaseError: {name} was called on (root) inside backward"
+        )
+    loss = loss_of(model, x)
+    between = model.state_dict()
+    loss.backward()  # type: ignore[no-untyped-call]
+    loss = loss_of(model, x)
+    model.load_state_dict(between)
+    # As on a plain model: backward would be that of other weights.
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    assert differences(between, state) == {}
+    assert differences(model.state_dict(), state) == {}
+    assert all((p.grad is None) == (not p.numel()) for p in model.parameters())
+
+
+class Added(nn.Module):
+    """Adds to what torch gives, as many classes do; with a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mixed()
+        self.gain = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) * self.gain
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return super().state_dict(*args, **kwargs)
+
+
+def between(model: nn.Module, path: str) -> nn.Module:
+    """A module between the unit's and its parameters does."""
+    unit: nn.Module = put(nn.Sequential(Parallel(model)), path)
+    return unit
+
+
+def inside(model: nn.Module, path: str) -> nn.Module:
+    """A module of the unit does, and others do not."""
+    model.second = Parallel(model.get_submodule("second"))
+    unit: nn.Module = put(model, path)
+    return unit
+
+
+def twice(model: nn.Module, path: str) -> nn.Module:
+    """One that does in another one."""
+    unit: nn.Module = put(Parallel(Parallel(model)), path)
+    return unit
+
+
+def plain_of(make: Any) -> nn.Module:
+    model = Mixed()
+    if make is inside:
+        model.second = Parallel(model.get_submodule("second"))  # type: ignore[assignment]
+        return model
+    if make is between:
+        return nn.Sequential(Parallel(model))
+    return Parallel(model)
+
+
+@pytest.mark.req("S1-07")
+@pytest.mark.parametrize("make", [between, inside, twice])
+@both_paths
+@on_ranks(2)
+def test_calls_that_a_module_passes_on_still_give_full_parameters(
+    world: World, make: Any, path: str
+) -> None:
+    """Under the plain_of model's names; never a shard that looks like a whole."""
+    expected = plain_of(make).state_dict()
+    model = make(Mixed(), path)
+
+    found = model.state_dict()
+    first = FullStateDictConfig(rank0_only=True)
+    with state_dict_type(model, StateDictType.FULL_STATE_DICT, first):
+        once = model.state_dict()
+    model(INPUT(0, 0))
+    if make is twice:  # torch asks no module below for its ``load_state_dict``
+        other = {key: value + 1 for key, value in expected.items()}
+        model.load_state_dict(other)
+        assert _same(dict(model.state_dict()), other)
+
+    assert _same(dict(found), dict(expected))
+    assert _same(dict(once), dict(expected) if world.rank == 0 else {})
+
+
+@pytest.mark.req("S1-07")
+@both_paths
+@on_ranks(2)
+def test_a_class_that_adds_to_torchs_state_dict_saves_and_loads(
+    world: World, path: str
+) -> None:
+    """Parameters of its own and those below it, each once; buffers as well."""
+    model, expected = put(Added(), path), Added().state_dict()
+    with record_steps() as calls:
+        found = model.state_dict()
+    assert [call.op for call in calls] == ["all_gather"]
+    assert _same(dict(found), dict(expected))
+    model.load_state_dict({k: v + 1 for k, v in expected.items()})
+    again = model.state_dict()
+    first = FullStateDictConfig(rank0_only=True)
+    with state_dict_type(model, StateDictType.FULL_STATE_DICT, first):
+        once = model.state_dict()
+    with state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        model.load_state_dict(model.state_dict())
+
+    assert _same(dict(again), {k: v + 1 for k, v in expected.items()})
+    assert list(once) == (list(expected) if world.rank == 0 else [])
+
+
+def first_rank_alone(world: World) -> None:
+    model = gpt("composable")
+    if world.rank == 0:
+        os.environ[agreement.TIMEOUT_VARIABLE] = "0.2"  # nobody will come
+        model.state_dict()
+
+
+@pytest.mark.req("X-12", "U-02")
+def test_a_state_dict_on_one_rank_alone_is_an_error_that_says_so(
+    ranks: RankCount,
+) -> None:
+    """``if rank == 0: model.state_dict()``, before it sends anything."""
+    with pytest.raises(RankFailure) as caught:
+        ranks(2).run(first_rank_alone, timeout=20, patience=10)
+
+    text = str(caught.value)
+    assert "DesyncError: state_dict() of TinyGPT was called on this rank" in text
+    assert "rank 1 did not come within 0.2 s" in text
+    assert "call state_dict() on every rank" in text
+
+
+@on_ranks(2)
+def test_a_value_without_dimensions_is_taken_from_one_with_a_dimension(
+    world: World,
+) -> None:
+    """As files from before torch 0.4 have it, be it a tensor or a parameter."""
+    model = tiny_mlp()
+    model.register_parameter("scale", nn.Parameter(torch.ones(())))
+    fully_shard(model)
+    for given in (torch.full((1,), 2.0), nn.Parameter(torch.full((1,), 3.0))):
+        model.load_state_dict(model.state_dict() | {"scale": given})
+        assert torch.equal(model.state_dict()["scale"], given[0])

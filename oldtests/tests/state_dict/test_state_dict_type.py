@@ -1,0 +1,289 @@
+"""Types of state dict: what each holds, of which moment, and what takes it."""
+
+from __future__ import annotations
+
+import copy
+import io
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable_fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    set_state_dict_type,
+    state_dict_type,
+    unshard_params,
+)
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.config import FULL_BY_DEFAULT
+from composable_fsdp.errors import CompositionError
+from composable_fsdp.state_dict import get_state_dict_type
+from composable_fsdp.state_dict.sharded import ShardedValue
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
+from tests.support.reference import STRATEGIES, adamw, apply_units, differences
+from tests.support.sharded import both_paths, gpt, message_of, step
+from tests.support.world import World
+
+FULL, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+SHARDED = StateDictType.SHARDED_STATE_DICT
+ON_FIRST = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+OPTIM_ON_FIRST = FullOptimStateDictConfig(rank0_only=True)
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+
+
+def test_a_block_sets_the_type_of_every_unit_and_gives_it_back(
+    one_rank: World,
+) -> None:
+    """Also after a raise, and when units had settings of their own before."""
+    model = apply_units(TinyGPT(), ["blocks.0"])
+    inner = model.get_submodule("blocks.0")
+    set_state_dict_type(inner, LOCAL)
+
+    with suppress(KeyError), state_dict_type(model, FULL, ON_FIRST, OPTIM_ON_FIRST):
+        inside = get_state_dict_type(model), get_state_dict_type(inner)
+        raise KeyError
+
+    assert [settings.state_dict_config for settings in inside] == [ON_FIRST] * 2
+    assert inside[0].optim_state_dict_config == OPTIM_ON_FIRST
+
+    assert get_state_dict_type(inner).state_dict_config == LocalStateDictConfig()
+    with pytest.raises(CompositionError, match=r"Units differ .* 'blocks\.0' has"):
+        get_state_dict_type(model)
+    assert set_state_dict_type(model, SHARDED) == FULL_BY_DEFAULT
+
+
+def test_torchs_types_and_configurations_are_taken_by_name(one_rank: World) -> None:
+    """What is set is ours, with the same values."""
+    model = fully_shard(tiny_mlp())
+
+    set_state_dict_type(
+        model,
+        torch_fsdp.StateDictType.FULL_STATE_DICT,  # type: ignore[arg-type]  # torch's
+        torch_fsdp.FullStateDictConfig(True, True),  # type: ignore[arg-type]  # torch's
+        torch_fsdp.FullOptimStateDictConfig(False, True),  # type: ignore[arg-type]  # torch's
+    )
+
+    found = get_state_dict_type(model)
+    assert found.state_dict_type is FULL
+    assert found.state_dict_config == FullStateDictConfig(True, True)
+    assert found.optim_state_dict_config == FullOptimStateDictConfig(False, True)
+
+
+@pytest.mark.req("U-02", "S1-14")
+def test_a_wrong_type_or_configuration_is_refused_and_nothing_is_set(
+    one_rank: World,
+) -> None:
+    """Each message says what was expected and what came."""
+    model = fully_shard(tiny_mlp())
+    plain = nn.Linear(2, 2)
+    bad: Any = "full"
+    sharded = ShardedOptimStateDictConfig()
+
+    texts = [
+        message_of(lambda: set_state_dict_type(model, bad)),
+        message_of(lambda: set_state_dict_type(model, FULL, LocalStateDictConfig())),
+        message_of(lambda: set_state_dict_type(model, FULL, None, sharded)),
+        message_of(lambda: get_state_dict_type(plain)),
+        message_of(state_dict_type(plain, FULL).__enter__),
+    ]
+
+    assert "StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED" in texts[0]
+    assert (
+        "state_dict_config expects a FullStateDictConfig(offload_to_cpu, rank0_only), "
+        "got LocalStateDictConfig(" in texts[1]
+    )
+    assert "expects a FullOptimStateDictConfig" in texts[2]
+    assert "get_state_dict_type was called on a Linear that holds no" in texts[3]
+    assert "state_dict_type was called on a Linear that holds no" in texts[4]
+    with pytest.raises(ValueError, match="sharded values are ShardedValue"):
+        set_state_dict_type(model, SHARDED, ShardedStateDictConfig(_use_dtensor=True))
+    assert get_state_dict_type(model) == FULL_BY_DEFAULT
+
+
+@on_ranks(3)
+@every_strategy
+def test_with_rank0_only_the_first_rank_alone_has_everything(
+    world: World, strategy: ShardingStrategy
+) -> None:
+    """The others get empty dicts, buffers left out too, and allocate nothing."""
+    model = gpt("wrapper", tied_head=True, strategy=strategy)
+    plain = TinyGPT(tied_head=True)
+    for each in (model, plain):
+        getattr(each, "module", each).register_buffer("count", torch.ones(2))
+    optimizer = adamw(model.parameters())
+    step(model, optimizer, world.rank, 0)
+    plain.load_state_dict(model.state_dict())
+    whole = optim_state_dict(model, optimizer)
+
+    with state_dict_type(model, FULL, ON_FIRST, OPTIM_ON_FIRST), record() as calls:
+        saved, state = model.state_dict(), optim_state_dict(model, optimizer)
+
+    if world.rank:
+        assert (saved, state) == ({}, {})
+    else:
+        assert differences(saved, plain.state_dict()) == {}
+        assert state["param_groups"] == whole["param_groups"]
+        assert list(state["state"]) == list(whole["state"])
+        for name, values in state["state"].items():
+            assert differences(values, whole["state"][name]) == {}
+    assert "all_gather" not in {call.op for call in calls}
+
+
+def trained(world: World, path: str, **options: Any) -> tuple[nn.Module, Any]:
+    model = gpt(path, **options)
+    optimizer = adamw(model.parameters())
+    step(model, optimizer, world.rank, 0)
+    return model, optimizer
+
+
+@on_ranks(4)
+def test_of_several_replicas_the_first_rank_of_the_first_has_everything(
+    world: World,
+) -> None:
+    """Of four ranks in two replicas one saves, and all four load what it has."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    hybrid = {"strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+    model, optimizer = trained(world, "wrapper", **hybrid)
+    whole = optim_state_dict(model, optimizer)
+    fresh = adamw(model.parameters())
+
+    with state_dict_type(model, FULL, ON_FIRST, OPTIM_ON_FIRST):
+        saved, state = model.state_dict(), optim_state_dict(model, optimizer)
+        fresh.load_state_dict(optim_state_dict_to_load(model, fresh, state))
+
+    again = optim_state_dict(model, fresh)
+    for name, values in again["state"].items():
+        assert differences(values, whole["state"][name]) == {}
+    names = len(TinyGPT().state_dict())
+    assert (len(saved), len(state)) == ((0, 0) if world.rank else (names, 2))
+
+
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)  # weights only
+
+
+def local_states(model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
+    with state_dict_type(model, LOCAL), record() as calls:
+        found = model.state_dict(), optim_state_dict(model, optimizer)
+    assert calls == []
+    return found
+
+
+@on_ranks(1, 3)
+@both_paths
+@every_strategy
+def test_local_state_goes_out_and_comes_back_without_communication(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    """Under the plain names, through a file of weights only."""
+    model, optimizer = trained(world, path, strategy=strategy)
+    whole = model.state_dict(), optim_state_dict(model, optimizer)
+    saved, state = map(through_a_file, local_states(model, optimizer))
+    leaves = [p.detach() for _, p in model.named_parameters()]
+
+    assert list(saved) == list(whole[0])
+    assert all(map(torch.equal, parts(saved), leaves))
+
+    fresh = gpt(path, seed=1, strategy=strategy)
+    optimizer = adamw(fresh.parameters())
+    with state_dict_type(fresh, LOCAL), record() as calls:
+        fresh.load_state_dict(saved)
+        optimizer.load_state_dict(optim_state_dict_to_load(fresh, optimizer, state))
+    assert calls == []
+    assert {type(state["exp_avg"]) for state in optimizer.state.values()} == {Tensor}
+    assert differences(fresh.state_dict(), whole[0]) == {}
+    again = optim_state_dict(fresh, optimizer)
+    for name, values in again["state"].items():
+        assert differences(values, whole[1]["state"][name]) == {}
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL], ids=lambda kind: kind.name)
+@on_ranks(2)
+def test_state_of_whole_parameters_may_have_any_shape(
+    world: World, kind: StateDictType
+) -> None:
+    """Adafactor's rows and columns go out and in, whatever the type of state dict."""
+    model = fully_shard(tiny_mlp(), strategy=ShardingStrategy.NO_SHARD)
+    optimizer: Any = torch.optim.Adafactor(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+
+    with state_dict_type(model, kind):
+        state = optim_state_dict(model, optimizer)
+        optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, state))
+
+    after = optimizer.state_dict()["state"]
+    for number, values in before["state"].items():
+        assert differences(after[number], values) == {}
+
+
+@on_ranks(2)
+def test_local_shards_are_not_given_where_full_parameters_are_shown(
+    world: World,
+) -> None:
+    """The block may have written values that are not in the shards yet."""
+    model = gpt("composable")
+    with state_dict_type(model, LOCAL), unshard_params(model):
+        text = message_of(model.state_dict)
+    assert "state_dict was called on (root) inside unshard_params" in text
+
+
+WAYS: list[Any] = [
+    (SHARDED, None, None),
+    (
+        SHARDED,
+        ShardedStateDictConfig(offload_to_cpu=True),
+        ShardedOptimStateDictConfig(offload_to_cpu=False),
+    ),
+    (
+        LOCAL,
+        LocalStateDictConfig(offload_to_cpu=True),
+        LocalOptimStateDictConfig(offload_to_cpu=True),
+    ),
+]
+
+
+def parts(state: Any) -> list[Tensor]:
+    """Every tensor of this rank in a model's or an optimizer's state dict."""
+    values = [v for group in state.get("state", {}).values() for v in group.values()]
+    found = [v for v in (values or state.values()) if isinstance(v, Tensor)]
+    return [v.local if isinstance(v, ShardedValue) else v for v in found]
+
+
+@pytest.mark.req("S1-32")
+@on_ranks(2)
+def test_a_state_dict_keeps_its_values_through_the_next_step(world: World) -> None:
+    """Sharded ones are copies, as FSDP1's; so is what goes to the host."""
+    model, optimizer = trained(world, "wrapper")
+    for number, way in enumerate(WAYS, start=1):
+        with state_dict_type(model, *way):
+            saved = model.state_dict(), optim_state_dict(model, optimizer)
+        before = copy.deepcopy([parts(state) for state in saved])
+        step(model, optimizer, world.rank, number)
+        with state_dict_type(model, *way):
+            now = model.state_dict(), optim_state_dict(model, optimizer)
+
+        for state, kept, later in zip(saved, before, now, strict=True):
+            assert kept
+            assert all(map(torch.equal, parts(state), kept)), way
+            assert not all(map(torch.equal, parts(later), kept)), way

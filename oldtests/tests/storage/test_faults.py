@@ -1,0 +1,242 @@
+"""Claims on saves and loads that fail, or meet another job: one outcome everywhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from composable_fsdp import SaveOptions, async_save, load, save, verify
+from composable_fsdp.comm import agreement
+from composable_fsdp.comm.nodes import private_group
+from composable_fsdp.storage import export_safetensors
+from composable_fsdp.storage.native import NativeSource
+from composable_fsdp.storage.source import Copy
+from tests.storage.training import everything, make, optimizer_of, same, step
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import World
+
+
+@contextmanager
+def full_disk(here: bool = True, limit: int = 8192) -> Iterator[None]:
+    """No file grows beyond ``limit``: Python ignores the signal, so writes fail.
+
+    All ranks enter. The groups of saves are made first, and the ranks do not meet,
+    because they would meet through a file, which would be full, too.
+    """
+    if torch.distributed.is_initialized():
+        everyone = tuple(range(torch.distributed.get_world_size()))
+        for purpose in ("checkpoint", "asynchronous checkpoint"):
+            private_group(everyone, purpose)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if here:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+    try:
+        with mock.patch.dict(os.environ, {agreement.TIMEOUT_VARIABLE: "0"}):
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+@contextmanager
+def no_rename() -> Iterator[None]:
+    """The directory has no room for the name of the manifest."""
+    error = OSError(errno.ENOSPC, "No space left on device", "the new name")
+    with mock.patch("os.replace", side_effect=error):
+        yield
+
+
+@contextmanager
+def no_manifest() -> Iterator[None]:
+    """The disk is full when all shards are written."""
+    error = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch(
+        "composable_fsdp.storage.directory.write_synced", side_effect=error
+    ):
+        yield
+
+
+FAULTS: dict[str, Callable[[World], Any]] = {
+    "disk full on rank 1": lambda world: full_disk(world.rank == 1),
+    "disk full everywhere": lambda world: full_disk(),
+    "disk full for the manifest": lambda world: no_manifest(),
+    "no space for rename": lambda world: no_rename(),
+}
+TEXTS = {
+    "disk full on rank 1": "On rank 1: the checkpoint could not be accessed: File too",
+    "disk full everywhere": "On rank 0: the checkpoint could not be accessed: File too",
+    "disk full for the manifest": "On rank 0: the checkpoint could not be accessed",
+    "no space for rename": "No space left on device (the new name)",
+}
+
+
+def check_fault(world: World, folder: Path, fault: str) -> str:
+    model = make("composable")
+    optimizer = optimizer_of(model)
+    save(folder / "step-1", model, optimizer)
+    step(model, optimizer, 0)
+    with FAULTS[fault](world):
+        text = message_of(lambda: save(folder / "step-2", model, optimizer))
+        world.barrier()
+        assert sorted(os.listdir(folder)) == ["step-1"]
+        world.barrier()
+    step(model, optimizer, 1)
+    save(folder / "step-2", model, optimizer)
+    again = make("wrapper", seed=5)
+    other = optimizer_of(again)
+    load(folder, again, other)
+    assert same(everything(model, optimizer), everything(again, other))
+    return text
+
+
+@pytest.mark.req("X-22", "X-23")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_on_one_rank_is_the_same_error_on_all(
+    ranks: RankCount, fault: str, tmp_path: Path
+) -> None:
+    """Nothing is committed or left over, training and the next save go on."""
+    texts = ranks(2).run(check_fault, tmp_path, fault)
+
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("CheckpointError: ")
+    assert TEXTS[fault] in texts[0]
+    assert verify(tmp_path / "step-1")
+
+
+def check_bad_path(world: World, path: Path) -> str:
+    model = make("composable")
+    text = message_of(lambda: save(path, model))
+    step(model, optimizer_of(model), 0)
+    return text
+
+
+@pytest.mark.req("X-23")
+def test_a_path_that_cannot_be_written_is_the_same_error_on_all(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """A file in the path's place or above it, and a directory nobody may write."""
+    (tmp_path / "file").write_text("mine")
+
+    for path, expected in [
+        (tmp_path / "file", "file exists already and is no directory"),
+        (tmp_path / "file" / "step-1", "cannot be made (File exists: "),
+        (Path("/proc/step-1"), "cannot be made ("),
+    ]:
+        texts = ranks(2).run(check_bad_path, path)
+        assert texts[0] == texts[1]
+        assert expected in texts[0]
+    assert (tmp_path / "file").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def load_by_rank(world: World, folder: Path) -> tuple[str, bool]:
+    model = make("composable")
+    optimizer = optimizer_of(model)
+    save(folder / "step-1", model, optimizer)
+    step(model, optimizer, 0)
+    save(folder / "step-2", model, optimizer)
+    step(model, optimizer, 1)
+    before = everything(model, optimizer)
+    mine = folder / f"step-{world.rank + 1}"
+    text = message_of(lambda: load(mine, model, optimizer))
+    return text, same(everything(model, optimizer), before)
+
+
+def test_ranks_that_open_different_checkpoints_load_none(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """As when each looks for the newest while a save commits: a mix would be silent."""
+    first, second = ranks(2).run(load_by_rank, tmp_path)
+
+    assert first == second
+    assert first[1]
+    assert f"rank 0 {tmp_path}/step-1, rank 1 {tmp_path}/step-2. Nothing" in first[0]
+
+
+def check_late_fault(world: World, folder: Path) -> tuple[str, bool]:
+    model = make("composable")
+    optimizer = optimizer_of(model)
+    save(folder / "run", model, optimizer)
+    finish = NativeSource.finish
+
+    def half(source: NativeSource, copies: Sequence[Copy]) -> None:
+        finish(source, copies)
+        if world.rank:
+            raise OSError(errno.EIO, "Input/output error", "a shard")
+
+    with mock.patch.object(NativeSource, "finish", half):
+        text = message_of(lambda: load(folder, model, optimizer))
+    load(folder, model, optimizer)
+    return text, bool(torch.isfinite(torch.tensor(step(model, optimizer, 0))))
+
+
+def test_a_fault_after_the_ranks_agreed_is_raised_on_all(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """No rank trains on while another has half of the checkpoint."""
+    first, second = ranks(2).run(check_late_fault, tmp_path)
+
+    assert first == second
+    assert (
+        "On rank 1: load failed when a part was loaded already (OSError: " in first[0]
+    )
+    assert first[1]
+
+
+def check_wrong_arguments(world: World, folder: Path) -> list[str]:
+    model, wrong = make("composable"), world.rank == 1
+    save(folder / "good", model)
+    module: Any = "model" if wrong else model
+    path: Any = 5 if wrong else folder / "x"
+    keep: Any = "2" if wrong else 2
+    given: Any = {"keep": 2} if wrong else None
+    calls: list[Callable[[], Any]] = [
+        lambda: save(folder / "x", module),
+        lambda: async_save(folder / "x", module),
+        lambda: load(folder / "good", module),
+        lambda: save(path, model),
+        lambda: load(5 if wrong else folder / "good", model),  # type: ignore[arg-type]
+        lambda: save(folder / "x", model, options=SaveOptions(keep=keep)),
+        lambda: save(folder / "y", model, options=given),
+        lambda: load(folder / "good", model, options=given),
+        lambda: export_safetensors(path, model),
+    ]
+    texts = [message_of(call) for call in calls]
+    save(folder / "after", model)
+    return texts
+
+
+@pytest.mark.req("X-22")
+def test_a_wrong_argument_on_one_rank_is_raised_on_all(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """The rank that was called wrongly says so to the others, which do not wait on."""
+    first, second = ranks(2).run(check_wrong_arguments, tmp_path, timeout=20)
+
+    assert first == second
+    for text, expected in zip(
+        first,
+        [
+            "save expects a module, got a str",
+            "save expects a module, got a str",
+            "load expects a module, got a str",
+            "save expects a path, got 5",
+            "load expects a path, got 5",
+            "save expects keep=None or a number from 1, got '2'",
+            "save expects options=SaveOptions(..), got {'keep': 2}",
+            "load expects options=LoadOptions(..), got {'keep': 2}",
+            "export_safetensors expects a path, got 5",
+        ],
+        strict=True,
+    ):
+        assert text.startswith("TypeError: On rank 1: ")
+        assert expected in text
+    assert sorted(os.listdir(tmp_path)) == ["after", "good"]

@@ -1,0 +1,307 @@
+"""Claims on parts of a model: adapters, patterns of names, and renamed checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from composable_fsdp import (
+    Block,
+    LoadOptions,
+    SaveOptions,
+    async_save,
+    fully_shard,
+    load,
+    save,
+    verify,
+)
+from composable_fsdp.storage import export_safetensors, open_source
+from composable_fsdp.storage.formats.files import SafetensorsSource
+from tests.storage.training import everything
+from tests.support.on_ranks import on_ranks
+from tests.support.place import _same
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import World
+
+LORA = "*lora*"
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter, a frozen weight, and a buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width), requires_grad=False)
+        self.lora_a = nn.Parameter(torch.randn(width, 3))
+        self.lora_b = nn.Parameter(torch.randn(3, width))
+        self.lora_scale = nn.Parameter(torch.randn(()))
+        self.register_buffer("seen", torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        full = self.weight + self.lora_a @ self.lora_b * self.lora_scale
+        return torch.tanh(x @ full)
+
+
+def make(seed: int, *, sharded: bool = True, **options: Any) -> Any:
+    """Two adapted layers, each a unit, and a head of the root, which is trained."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(Adapted(7), Adapted(7), nn.Linear(7, 5))
+    if sharded:
+        fully_shard(model[0], **options)
+        fully_shard(model, **options)
+    return model
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    for at in range(2):
+        model(torch.ones(3, 7) * (at + 1)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(seed: int, **options: Any) -> tuple[Any, optim.Optimizer]:
+    model = make(seed, **options)
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = optim.AdamW(params, lr=0.1 * (seed + 1))
+    train(model, optimizer)
+    return model, optimizer
+
+
+def state(model: nn.Module, optimizer: optim.Optimizer, pattern: str) -> Any:
+    """All of the names that ``pattern`` finds, with the optimizer state."""
+    found = everything(model, optimizer)
+    values = {k: v for k, v in found["model"].items() if re.search(pattern, k)}
+    own = found["optim"]["state"]
+    return values, {k: v for k, v in own.items() if re.search(pattern, k)}
+
+
+# What is saved, the same for a load, and the names that it is about.
+PARTS: dict[str, tuple[dict[str, Any], str]] = {
+    "adapter": ({"include": LORA}, "lora"),
+    "trainable": ({"trainable_only": True}, r"lora|^2\."),
+    "all but": ({"exclude": ["*lora_a", "2.bias"]}, r"^(?!.*lora_a|2\.bias)"),
+    "both": ({"include": "[01]", "exclude": LORA}, r"^[01]\.(weight|seen)"),
+    "scalar": ({"include": "*scale", "trainable_only": True}, "scale"),
+}
+
+
+def save_part(world: World, folder: Path, part: str, options: Any) -> tuple[Any, Any]:
+    model, optimizer = trained(0, **options)
+    given, names = PARTS[part]
+    save(folder / "part", model, optimizer, options=SaveOptions(**given))
+    found: tuple[Any, Any] = state(model, optimizer, names)
+    return found
+
+
+def load_part(world: World, folder: Path, part: str, options: Any) -> tuple[Any, ...]:
+    model, optimizer = trained(1, **options)
+    given, names = PARTS[part]
+    others = rf"^(?!.*({names}))"
+    before = state(model, optimizer, others)
+    load(folder / "part", model, optimizer, options=LoadOptions(**given))
+    kept = _same(state(model, optimizer, others), before)
+    loaded = state(model, optimizer, names)
+    train(model, optimizer)
+    return *loaded, kept
+
+
+@pytest.mark.few(4)
+@pytest.mark.req("K-09", "U-07")
+@pytest.mark.parametrize(
+    ("part", "options"),
+    [*((part, {}) for part in PARTS), ("adapter", {"block": Block.ELEMENT})],
+    ids=str,
+)
+def test_a_part_comes_back_on_any_number_of_ranks(
+    ranks: RankCount, tmp_path: Path, part: str, options: Any
+) -> None:
+    """Its values and optimizer state, bit by bit; all others stay as they are."""
+    saved, *_ = ranks(3).run(save_part, tmp_path, part, options)
+
+    assert saved[0]
+    with open_source(tmp_path / "part") as source:
+        assert sorted(source.model) == sorted(saved[0])
+    for size in (1, 2, 3):
+        for values, own, kept in ranks(size).run(load_part, tmp_path, part, options):
+            assert _same((values, own), saved)
+            assert kept
+
+
+@pytest.mark.req("K-09")
+@on_ranks(2)
+def test_an_adapter_is_merged_over_a_base(world: World, tmp_path: Path) -> None:
+    """The base without adapter, then the adapter: both are compared name by name."""
+    base, first = trained(0)
+    save(tmp_path / "base", base, options=SaveOptions(exclude=LORA))
+    tuned, optimizer = trained(1)
+    async_save(
+        tmp_path / "tuned", tuned, optimizer, options=SaveOptions(include=LORA)
+    ).result()
+    model, other = trained(2)
+
+    load(tmp_path / "base", model, options=LoadOptions(exclude=LORA))
+    load(tmp_path / "tuned", model, other, options=LoadOptions(include=LORA))
+
+    assert _same(state(model, other, "lora"), state(tuned, optimizer, "lora"))
+    weights = state(model, other, "weight$|seen")[0]
+    assert _same(weights, state(base, first, "weight$|seen")[0])
+    assert verify(tmp_path / "tuned")
+
+
+def own_part(world: World, folder: Path) -> str:
+    model = make(0)
+    if world.rank == 1:
+        model[1].lora_a.requires_grad_(False)
+    return message_of(
+        lambda: save(folder / "a", model, options=SaveOptions(trainable_only=True))
+    )
+
+
+@pytest.mark.req("K-09", "K-01")
+def test_ranks_that_choose_other_parts_are_told(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """On every rank, before a file is written."""
+    texts = ranks(2).run(own_part, tmp_path)
+
+    for text in texts:
+        assert (
+            "The choice of '1.lora_a' is not the same on all ranks: chosen on rank 0"
+            in text
+        )
+    assert not list(tmp_path.iterdir())
+
+
+RENAMES: dict[str, tuple[Any, Callable[[nn.Module], nn.Module]]] = {
+    "stripped": ({"model.": ""}, lambda model: nn.ModuleDict({"model": model})),
+    "added": ({"": "base."}, lambda model: model),
+    "replaced": ({"old.0": "new.0", "old": "new"}, lambda m: nn.ModuleDict({"old": m})),
+    "function": (
+        lambda name: None if name.startswith("more") else name.removeprefix("a."),
+        lambda model: nn.ModuleDict({"a": model, "more": nn.Linear(2, 2)}),
+    ),
+}
+TARGETS = {"added": "base", "replaced": "new"}
+
+
+@pytest.mark.req("K-09")
+@pytest.mark.parametrize("how", RENAMES)
+@on_ranks(2)
+def test_a_checkpoint_is_loaded_under_other_names(
+    world: World, tmp_path: Path, how: str
+) -> None:
+    """Weights, buffers and optimizer state; a name can also be left out."""
+    rename, wrapped = RENAMES[how]
+    model, optimizer = trained(0)
+    outer = wrapped(model)
+    save(tmp_path / "a", outer, optimizer)
+    other, fresh = trained(1)
+    target = nn.ModuleDict({TARGETS[how]: other}) if how in TARGETS else other
+
+    load(tmp_path / "a", target, fresh, options=LoadOptions(rename=rename))
+
+    assert _same(state(other, fresh, ""), state(model, optimizer, ""))
+
+
+@pytest.mark.req("K-09")
+@pytest.mark.parametrize(
+    ("rename", "text"),
+    [
+        ({"modle.": ""}, "rename has 'modle', and no name in the checkpoint begins wi"),
+        ({"0": "1"}, "gives '1.weight' and '0.weight' of the checkpoint the same name"),
+        ({"0.weight": ""}, "rename gives '0.weight' an empty name"),
+        ({"0": 1}, "expects rename={old prefix: new prefix}, of texts, or a func"),
+        (3, "expects rename={old prefix: new prefix}, of texts, or a function of a n"),
+    ],
+)
+def test_a_rename_that_cannot_be_is_refused(
+    tmp_path: Path, rename: Any, text: str
+) -> None:
+    """Misspelt, or two tensors under one name; nothing is loaded."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    save(tmp_path / "a", model)
+
+    found = message_of(
+        lambda: load(tmp_path / "a", model, options=LoadOptions(rename=rename))
+    )
+
+    assert text in found
+
+
+WIDE, ROWS = 1024, 4096
+
+
+def wide(seed: int) -> Any:
+    torch.manual_seed(seed)
+    layers = [nn.Linear(WIDE, ROWS), nn.Linear(ROWS, WIDE), nn.Linear(WIDE, WIDE)]
+    return nn.ModuleDict({"net": nn.Sequential(*layers)})
+
+
+def mapped(folder: Path) -> int:
+    """Bytes of the weight files that this process has in memory: what it has read."""
+    total, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ")[0] and not line.endswith("kB"):
+            is_ours = str(folder) in line
+        elif is_ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def load_measured(world: World, folder: Path, include: Any) -> tuple[int, int, bool]:
+    """Bytes asked for and read, and whether the values are those that were saved."""
+    model = wide(1)
+    for layer in model["net"]:
+        fully_shard(layer)
+    asked, found = 0, 0
+    read, close = SafetensorsSource.read_model, SafetensorsSource.close
+
+    def counted(self: SafetensorsSource, name: str, start: int, stop: int) -> Tensor:
+        nonlocal asked
+        asked += (stop - start) * 4
+        return read(self, name, start, stop)
+
+    def measured(self: SafetensorsSource) -> None:
+        nonlocal found
+        found = mapped(folder)
+        close(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SafetensorsSource, "read_model", counted)
+        patch.setattr(SafetensorsSource, "close", measured)
+        load(
+            folder,
+            model,
+            options=LoadOptions(rename={"transformer": "net"}, include=include),
+        )
+    wanted = wide(0).state_dict()
+    loaded = model.state_dict()
+    chosen = [n for n in wanted if include is None or n.startswith(include)]
+    return asked, found, all(torch.equal(loaded[n], wanted[n]) for n in chosen)
+
+
+@pytest.mark.req("K-09")
+@pytest.mark.parametrize(("include", "whole"), [(None, 9 * 2**22), ("net.2", 2**22)])
+def test_each_rank_reads_its_part_of_hugging_face_shards(
+    ranks: RankCount, tmp_path: Path, include: Any, whole: int
+) -> None:
+    """In files with an index: half of the bytes on each of two ranks."""
+    source = nn.ModuleDict({"transformer": wide(0)["net"]})
+    export_safetensors(tmp_path / "hf", source, max_shard_bytes=2**24)
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) == 4
+
+    found = ranks(2).run(load_measured, tmp_path / "hf", include)
+
+    for asked, in_memory, is_equal in found:
+        assert is_equal
+        # Each value is looked at in ``prepare`` and copied in ``finish``.
+        assert asked <= 2 * (whole / 2 + 2**15)
+        # The system reads pages of up to 2 MiB around each of the four slices.
+        assert in_memory <= whole / 2 + 4 * 2**21
+    assert sum(asked for asked, _, _ in found) >= whole

@@ -1,0 +1,389 @@
+"""A restart is a loop that ends: each crash leaves a checkpoint to load and save on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp import (
+    LoadOptions,
+    SaveOptions,
+    async_save,
+    checkpoints,
+    load,
+    save,
+    verify,
+)
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage import remove_stale
+from composable_fsdp.storage import save as saving
+from composable_fsdp.storage.commit import newest_in
+from tests.storage.training import everything, make, optimizer_of, same, step
+from tests.support.crash import POINTS, killed_at
+from tests.support.on_ranks import on_ranks
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import RankFailure, World
+
+CALLS = ("open", "mkdir", "rename", "replace", "unlink", "fsync", "rmdir")
+
+
+def model(value: float) -> nn.Linear:
+    made = nn.Linear(2, 2)
+    with torch.no_grad():
+        made.weight.fill_(value)
+        # Equal on all ranks.
+        made.bias.zero_()
+    return made
+
+
+def value_in(path: Path) -> float:
+    made = model(-1)
+    load(path, made, options=LoadOptions(rng=False))
+    return made.weight[0, 0].item()
+
+
+@contextmanager
+def at_call(number: int, act: Any) -> Iterator[list[int]]:
+    """Call ``act`` after the system call ``number`` of those in ``CALLS``."""
+    count = [0]
+    with ExitStack() as stack:
+        for name in CALLS:
+            real = getattr(os, name)
+
+            def called(*args: Any, _real: Any = real, **options: Any) -> Any:
+                result = _real(*args, **options)
+                count[0] += 1
+                if count[0] == number:
+                    act()
+                return result
+
+            stack.enter_context(mock.patch.object(os, name, called))
+        yield count
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_save(path: Path, number: int, **options: Any) -> bool:
+    """Save 3.0 in a process that dies after a system call; whether the process died."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads
+        child = os.fork()
+    if not child:
+        with at_call(number, die):
+            save(path, model(3.0), options=SaveOptions(**options))
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.few(1)
+@pytest.mark.req("K-03", "X-04")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_after_a_crash_at_any_system_call_a_run_goes_on(
+    overwrite: bool, tmp_path: Path
+) -> None:
+    """Load takes the newest whole checkpoint, and the same save can be repeated."""
+    found = []
+    # A save that replaces makes each call of another save, and more; of that save only
+    # the calls around the commit are tried.
+    for number in range(1 if overwrite else 9, 200):
+        runs = tmp_path / str(number)
+        save(runs / "step-1", model(1.0))
+        if overwrite:
+            save(runs / "step-2", model(2.0))
+        died = killed_save(runs / "step-2", number, keep=3, overwrite=overwrite)
+
+        value = value_in(runs)
+        assert verify(runs)
+        assert value in (3.0, 2.0 if overwrite else 1.0)
+        found.append(value)
+        # What was loaded stays in the list or is finished by this save.
+        save(runs / "step-2", model(4.0), options=SaveOptions(overwrite=True))
+        assert value_in(runs) == 4.0
+        assert [(each.step, each.is_whole) for each in checkpoints(runs)] == [
+            (1, True),
+            (2, True),
+        ]
+        assert len(os.listdir(runs / "step-2")) == 2
+        if not died:
+            break
+    # Once the new checkpoint is found, no later crash loses it.
+    assert found == sorted(found)
+    assert found[0] != 3.0
+    assert found[-1] == 3.0
+    assert found.count(3.0) > 3
+
+
+def fail(number: int) -> None:
+    raise OSError(number, os.strerror(number))
+
+
+@pytest.mark.req("K-04", "K-03")
+def test_a_commit_is_told_as_it_is_whatever_call_fails(tmp_path: Path) -> None:
+    """An error says that the checkpoint is there if it is; the next save succeeds."""
+    both = set()
+    for number in range(1, 200):
+        runs = tmp_path / str(number)
+        with at_call(number, lambda: fail(errno.EIO)) as count:
+            text = ""
+            try:
+                save(runs / "step-1", model(3.0))
+            except CheckpointError as error:
+                text = str(error)
+        if count[0] < number:
+            break
+        # The error of a call that had an effect is the hardest case.
+        there = (runs / "step-1" / "manifest.json").exists()
+        assert there == (not text or "committed and is whole" in text), (number, text)
+        both.add(there)
+        if there:
+            assert value_in(runs) == 3.0
+        save(runs / "step-2", model(4.0))
+        assert value_in(runs) == 4.0
+    assert both == {True, False}
+
+
+@on_ranks(2)
+@pytest.mark.req("K-04")
+def test_where_warnings_are_errors_the_error_says_that_the_save_has_succeeded(
+    world: World, tmp_path: Path
+) -> None:
+    """On all ranks, which are in step for the next save; it told of ``latest``."""
+    held = mock.patch("os.unlink", side_effect=OSError(errno.EBUSY, "held"))
+    save(tmp_path / "step-1", model(1.0))
+    with held, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = message_of(
+            lambda: save(tmp_path / "step-2", model(2.0), options=SaveOptions(keep=1))
+        )
+
+    assert "On rank 0:" in text
+    assert "step-2 was committed; older checkpoints could not be removed" in text
+    assert "the save itself has succeeded, and training can go on" in text
+    assert value_in(tmp_path) == 2.0
+    save(tmp_path / "step-3", model(3.0), options=SaveOptions(keep=1))
+    assert value_in(tmp_path) == 3.0
+    if world.rank == 0:
+        assert sorted(os.listdir(tmp_path)) == ["step-3"]
+
+
+@pytest.mark.req("X-05")
+def test_a_save_that_commits_in_between_is_not_written_over(tmp_path: Path) -> None:
+    """Both began when there was no manifest; the later commit is refused."""
+    waiting = [partial(save, tmp_path / "step-1", model(2.0))]
+    real = vars(saving)["write_file"]
+
+    def between(*args: Any) -> Any:
+        if waiting:
+            waiting.pop()()
+        return real(*args)
+
+    with mock.patch.object(saving, "write_file", between):
+        text = message_of(lambda: save(tmp_path / "step-1", model(3.0)))
+
+    assert "step-1 exists already, and nothing is overwritten" in text
+    assert value_in(tmp_path) == 2.0
+    assert verify(tmp_path / "step-1")
+
+
+@pytest.mark.req("K-04")
+def test_keep_removes_checkpoints_of_the_same_series_alone(tmp_path: Path) -> None:
+    """A series differs in the last number; none newer by that number is removed."""
+    names = ["seed1-step-1", "seed1-step-2", "lr0.1-step-9", "seed2-step-9", "best"]
+    for name in names:
+        save(tmp_path / name, model(1.0))
+    os.utime(tmp_path / "seed1-step-1" / "manifest.json")
+
+    save(tmp_path / "seed2-step-1", model(2.0), options=SaveOptions(keep=1))
+    save(tmp_path / "seed1-step-10", model(2.0), options=SaveOptions(keep=2))
+
+    gone = {"seed1-step-1"}
+    kept = {*names, "seed2-step-1", "seed1-step-10"} - gone
+    assert set(os.listdir(tmp_path)) == kept
+
+
+@pytest.mark.req("K-03")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_interrupt_after_any_system_call_leaves_the_newest_to_load(
+    tmp_path: Path, overwrite: bool
+) -> None:
+    """Where the new directory has its name, a load of the folder takes that one."""
+    for number in range(1, 60):
+        runs = tmp_path / str(number)
+        name = runs / ("step-1" if overwrite else "step-2")
+        runs.mkdir()
+        save(runs / "step-1", model(1.0))
+        died = False
+        with at_call(number, _interrupt):
+            try:
+                save(name, model(3.0), options=SaveOptions(overwrite=overwrite))
+            except KeyboardInterrupt:
+                died = True
+        found = value_in(runs)
+        assert found in (1.0, 3.0)
+        if found == 1.0:
+            assert overwrite or not (name / "manifest.json").exists()
+        if not died:
+            break
+        save(name, model(4.0), options=SaveOptions(overwrite=True))
+        assert value_in(runs) == 4.0
+    assert number > 8
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def save_and_die(world: World, folder: Path, point: str, behind: bool) -> None:
+    model = make("composable")
+    optimizer = optimizer_of(model)
+    step(model, optimizer, 0)
+    with killed_at(point, world.rank):
+        if behind:
+            async_save(folder / "step-2", model, optimizer).result()
+        else:
+            save(folder / "step-2", model, optimizer)
+
+
+def save_first(world: World, folder: Path) -> dict[str, Any]:
+    model = make("composable")
+    optimizer = optimizer_of(model)
+    save(folder / "step-1", model, optimizer)
+    return everything(model, optimizer)
+
+
+def killed(ranks: RankCount, folder: Path, point: str, behind: bool = False) -> None:
+    with pytest.raises(RankFailure, match="SIGKILL"):
+        ranks(2).run(save_and_die, folder, point, behind)
+
+
+def bytes_below(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.few(4)
+@pytest.mark.req("X-04")
+@pytest.mark.parametrize("point", [*POINTS, "mid-file:1", "mid-file in thread"])
+def test_a_killed_save_leaves_the_old_checkpoint_whole(
+    ranks: RankCount, point: str, tmp_path: Path
+) -> None:
+    """Killed at any point: the old one loads, the new one is there whole or not."""
+    before = ranks(2).run(save_first, tmp_path)[0]
+    old = bytes_below(tmp_path / "step-1")
+
+    killed(ranks, tmp_path, point.split()[0], behind="thread" in point)
+
+    done = point == "after-rename"
+    assert bytes_below(tmp_path / "step-1") == old
+    assert bool(verify(tmp_path / "step-2")) == done
+    stale = remove_stale(tmp_path, dry_run=True)
+    # A rank that outlives the other one tidies up.
+    assert len(stale) == (0 if done or point == "before-write" else 1) or (
+        point == "mid-file:1"
+    )
+    assert remove_stale(tmp_path) == stale
+    left = sorted(os.listdir(tmp_path))
+    # Before the first byte, the directory is empty, and nobody's.
+    assert left == ["step-1", *["step-2"] * (done or point == "before-write")]
+    model = make("plain", seed=4)
+    optimizer = optimizer_of(model)
+    load(tmp_path, model, optimizer)
+    assert same(everything(model, optimizer), before) != done
+    save(tmp_path / "step-3", model)
+    assert [each.step for each in checkpoints(tmp_path)] == [1, *[2] * done, 3]
+    newest = newest_in(str(tmp_path))
+    assert newest is not None
+    assert newest.path.endswith("step-3")
+
+
+def save_again(world: World, folder: Path, point: str) -> str:
+    with killed_at(point, world.rank):
+        return message_of(lambda: save(folder / "step-1", make("wrapper", seed=3)))
+
+
+@pytest.mark.req("X-05", "D-18")
+def test_an_existing_name_is_never_written_over(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Refused before a byte is written, so no crash can mix old and new files."""
+    ranks(2).run(save_first, tmp_path)
+    old = bytes_below(tmp_path / "step-1")
+
+    for point in ("", *POINTS):
+        for text in ranks(2).run(save_again, tmp_path, point):
+            assert "step-1 exists already, and nothing is overwritten" in text
+
+    assert bytes_below(tmp_path / "step-1") == old
+    assert sorted(os.listdir(tmp_path)) == ["step-1"]
+
+
+class Log:
+    """Syncs and renames, by path, and what had been written and not synced before."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self._fsync, self._rename, self._replace = os.fsync, os.rename, os.replace
+
+    def fsync(self, handle: int) -> None:
+        self._fsync(handle)
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        size = os.fstat(handle).st_size
+        self.calls.append(("sync", path if os.path.isdir(path) else f"{path} {size}"))
+
+    def rename(self, source: Any, target: Any) -> None:
+        self.calls.append(("rename", f"{os.fspath(source)} {os.fspath(target)}"))
+        self._rename(source, target)
+
+    def replace(self, source: Any, target: Any) -> None:
+        self.calls.append(("rename", f"{os.fspath(source)} {os.fspath(target)}"))
+        self._replace(source, target)
+
+
+@contextmanager
+def logged() -> Iterator[Log]:
+    log = Log()
+    with (
+        mock.patch("os.fsync", log.fsync),
+        mock.patch("os.rename", log.rename),
+        mock.patch("os.replace", log.replace),
+    ):
+        yield log
+
+
+@pytest.mark.req("X-04")
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for a file's path")
+def test_all_files_are_on_the_disk_before_the_manifest_has_its_name(
+    tmp_path: Path,
+) -> None:
+    """The parents that a save makes, files, names, rename, and the new name."""
+    path = tmp_path / "new" / "runs" / "step-1"
+
+    with logged() as log:
+        save(path, make("plain"))
+
+    (file,) = path.glob("rank*")
+    manifest = path / "manifest.json"
+    *before, names, renamed, name = log.calls
+    assert before[:3] == [
+        ("sync", str(tmp_path / "new")),
+        ("sync", str(tmp_path)),
+        ("sync", str(path.parent)),
+    ]
+    assert ("sync", f"{file} {file.stat().st_size}") in before
+    assert before[-1][1].endswith(f".part {manifest.stat().st_size}")
+    assert renamed[1].endswith(f" {manifest}")
+    assert names == name == ("sync", str(path))

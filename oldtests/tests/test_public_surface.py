@@ -1,0 +1,112 @@
+"""What ``import composable_fsdp`` promises: names that exist and are documented."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import composable_fsdp
+
+_OTHERS = [
+    f"composable_fsdp.{home}"
+    for home in (
+        "access",
+        "api",
+        "doors.checkpoint_wrapper",
+        "errors",
+        "features",
+        "optim",
+        "state_dict",
+        "storage",
+        "tools",
+    )
+]
+"""The modules with further public names, by topic."""
+
+
+@pytest.fixture
+def names() -> Sequence[str]:
+    listed: Sequence[str] | None = getattr(composable_fsdp, "__all__", None)
+    if listed is None:
+        pytest.skip("composable_fsdp lists no public names yet")
+    return listed
+
+
+def test_public_names_are_sorted_and_unique(names: Sequence[str]) -> None:
+    """``__all__`` is in sorted order without repeats."""
+    assert list(names) == sorted(set(names))
+
+
+def test_public_names_can_be_imported(names: Sequence[str]) -> None:
+    """Every listed name exists."""
+    missing = [name for name in names if not hasattr(composable_fsdp, name)]
+
+    assert missing == []
+
+
+@pytest.mark.parametrize("home", _OTHERS)
+def test_names_of_a_subpackage_are_no_modules(home: str) -> None:
+    """A submodule of a name's spelling would take its place once it is imported."""
+    module = import_module(home)
+    things = {name: getattr(module, name) for name in module.__all__}
+
+    assert [name for name, thing in things.items() if inspect.ismodule(thing)] == []
+
+
+def test_a_name_of_another_module_is_answered_by_its_import() -> None:
+    """A name that has moved says from where to import it."""
+    with pytest.raises(
+        ImportError, match=r"Import Source from composable_fsdp\.storage\."
+    ):
+        exec("from composable_fsdp import Source", {})
+    assert not hasattr(composable_fsdp, "Source")
+
+
+@pytest.mark.req("S1-41")
+def test_public_classes_and_functions_have_docstrings_of_their_own(
+    names: Sequence[str],
+) -> None:
+    """Whatever can be called is documented, not by what it inherits."""
+    things = {name: getattr(composable_fsdp, name, None) for name in names}
+    bare = [
+        name
+        for name, thing in things.items()
+        if inspect.isroutine(thing) or inspect.isclass(thing)
+        if not (vars(thing) if inspect.isclass(thing) else {}).get("__doc__")
+        and not (inspect.isroutine(thing) and thing.__doc__)
+    ]
+
+    assert bare == []
+
+
+@pytest.mark.req("N-08")
+def test_the_reference_has_every_public_name_once(names: Sequence[str]) -> None:
+    """Each name is on one page of the API reference, and in its table of contents."""
+    folder = Path(__file__).parents[1] / "docs" / "reference"
+    pages = [path.read_text() for path in sorted(folder.glob("*.md"))]
+    text = "\n".join(pages)
+    documented = re.findall(r"^\.\. auto\w+:: ([\w.]+)$", text, re.MULTILINE)
+    last = [name.rpartition(".")[2] for name in documented]
+    listed = re.findall(r"`(\w+)`", (folder / "index.md").read_text())
+
+    others = {name for home in _OTHERS for name in import_module(home).__all__}
+    assert {*names, *others} - set(last) == set()
+    assert sorted(last) == sorted(set(last))
+    assert set(last) - set(listed) == set()
+
+
+@pytest.mark.req("N-08")
+def test_the_reference_shows_every_name_in_an_example(names: Sequence[str]) -> None:
+    """In the examples of a topic's page, or of the docstring; all of them run."""
+    folder = Path(__file__).parents[1] / "docs" / "reference"
+    fence = re.compile(r"^```py(?:con|thon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    shown = [fence.findall(path.read_text()) for path in folder.glob("*.md")]
+    used = set(re.findall(r"\w+", " ".join(code for page in shown for code in page)))
+    docs = {name: getattr(composable_fsdp, name).__doc__ or "" for name in names}
+
+    assert [n for n in names if n not in used and ">>> " not in docs[n]] == []

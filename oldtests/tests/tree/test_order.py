@@ -1,0 +1,41 @@
+"""The record of execution order: each use counts, and index 0 is an index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composable_fsdp.tree.state import StepOrder
+
+
+def recorded(units: str) -> Any:
+    """An order of strings, in the place of states."""
+    order: Any = StepOrder()
+    for unit in units:
+        order.add(unit)
+    return order
+
+
+@pytest.mark.req("D-02", "S1-40")
+def test_the_first_unit_used_again_keeps_its_first_place() -> None:
+    """A second use is a second entry; nothing moves to the end."""
+    order = recorded("aba")
+
+    assert order.uses == ["a", "b", "a"]
+    assert order.add("a") == 3
+    assert order.before(2) == "b"
+    assert order.before(1) == "a"
+
+
+@pytest.mark.req("D-02")
+@given(units=st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
+def test_walking_back_gives_the_uses_in_reverse(units: list[str]) -> None:
+    """From each use, the unit before is the nearest earlier one that is another."""
+    order = recorded("".join(units))
+
+    for index, unit in enumerate(units):
+        others = [u for u in units[:index] if u != unit]
+        assert order.before(index) == (others[-1] if others else None)

@@ -1,0 +1,202 @@
+"""Lazy initialization: who becomes the root, what it caches, and that it lets go."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp import fully_shard
+from composable_fsdp.errors import CompositionError, NotRootError
+from composable_fsdp.flat.handle import LEAVES
+from composable_fsdp.tree import root as roots
+from composable_fsdp.tree import traversal
+from composable_fsdp.tree.root import ensure_root, outermost
+from composable_fsdp.tree.state import (
+    OWNERS,
+    _FSDPState,
+    _get_module_fsdp_state,
+    _RootFSDPState,
+    root_of,
+)
+from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
+from tests.planning.trees import linears
+from tests.support.models import TinyGPT
+from tests.support.world import World
+
+
+def nested() -> nn.Sequential:
+    """Three layers; the first two and the whole are units."""
+    model = linears(3)
+    fully_shard(model[0])
+    fully_shard(model[1])
+    return fully_shard(model)
+
+
+def state_of(module: nn.Module) -> _FSDPState:
+    state = _get_module_fsdp_state(module)
+    assert state is not None
+    return state
+
+
+@pytest.mark.req("S1-03", "S1-04")
+def test_after_the_first_forward_the_root_has_the_lists_of_a_fresh_walk(
+    one_rank: World,
+) -> None:
+    """States and handles, in ``.modules()`` order, as tuples."""
+    model = nested()
+
+    model(torch.ones(1, 4))
+    root = state_of(model)
+
+    assert isinstance(root, _RootFSDPState)
+    assert root._all_fsdp_states == tuple(_get_fsdp_states(model))
+    assert root._all_handles == tuple(_get_fsdp_handles(model))
+    assert [s._is_root for s in root._all_fsdp_states] == [True, False, False]
+
+
+@pytest.mark.req("S1-03")
+def test_steps_never_walk_the_tree(
+    one_rank: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward after the first step look at no list of modules."""
+    model = nested()
+    model(torch.ones(1, 4)).sum().backward()
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("walked the tree during a step")
+
+    for owner in (traversal, roots):
+        monkeypatch.setattr(owner, "walk_states", refuse)
+    for name in ("modules", "named_modules", "children", "named_parameters"):
+        monkeypatch.setattr(nn.Module, name, refuse)
+    model(torch.ones(1, 4)).sum().backward()
+
+    assert state_of(model)._is_root
+
+
+@pytest.mark.req("S1-04", "S1-05")
+@pytest.mark.parametrize("name", ["_all_fsdp_states", "_all_handles"])
+def test_only_the_root_has_the_caches(one_rank: World, name: str) -> None:
+    """Elsewhere the attribute is absent, and the error names the module."""
+    layers = nested()
+    model = fully_shard(nn.Sequential(nn.Sequential(layers)))
+    inner = state_of(layers[1])
+    assert not hasattr(state_of(model), name)
+
+    ensure_root(inner)
+
+    assert hasattr(state_of(model), name)
+    assert not hasattr(inner, name)
+    with pytest.raises(
+        NotRootError, match=rf"{name} is kept on the root only; unit '0.0.1' "
+    ):
+        getattr(inner, name)
+
+
+@pytest.mark.req("S1-22")
+def test_units_below_one_root_share_one_context(one_rank: World) -> None:
+    """Whoever asks first, all get the same streams and order."""
+    model = nested()
+    states = _get_fsdp_states(model)
+
+    context = ensure_root(states[2])
+
+    assert all(state.context is context for state in states)
+    assert root_of(context) is states[0]
+    assert ensure_root(states[0]) is context
+    assert outermost(states[1]) is states[0]
+
+
+@pytest.mark.req("S1-24")
+@pytest.mark.parametrize("name", ["limit_all_gathers", "use_orig_params"])
+def test_settings_of_a_whole_tree_must_agree(one_rank: World, name: str) -> None:
+    """A difference raises at the first forward at the latest, with both names."""
+    model = nn.Sequential(linears(1), linears(1))
+    fully_shard(model[0])
+    different: dict[str, Any] = {name: False}
+    fully_shard(model[1], **different)
+
+    with pytest.raises(
+        CompositionError,
+        match=rf"{name} must be equal in one tree: .*has (True|False), '1' has False",
+    ):
+        fully_shard(model)(torch.ones(1, 4))
+
+
+def test_a_list_of_modules_cannot_be_the_root(one_rank: World) -> None:
+    """It has no forward that begins an iteration; the message says what to shard."""
+    first, second = nn.Linear(4, 4, bias=False), nn.LayerNorm(4, bias=False)
+    second.weight = None  # type: ignore[assignment]  # a layer without parameters
+    fully_shard([first, second])
+
+    with pytest.raises(
+        CompositionError, match="The outermost unit is a list of 2 modules"
+    ):
+        first(torch.ones(1, 4))
+
+
+def after_forward(model: nn.Module) -> None:
+    model(torch.ones(1, 4))
+
+
+def after_step(model: nn.Module) -> None:
+    model(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.req("S1-30")
+@pytest.mark.usefixtures("few_objects")
+@pytest.mark.parametrize(
+    "use",
+    [lambda model: None, after_forward, after_step],
+    ids=["build", "forward", "step"],
+)
+def test_a_model_that_is_gone_leaves_nothing_behind(
+    one_rank: World, use: Callable[[nn.Module], None]
+) -> None:
+    """States, handles, memory and entries vanish with the module, used or not."""
+    gc.collect()
+    # Keys, not counts: models of other tests may die meanwhile.
+    owners, leaves = set(OWNERS._entries), set(LEAVES)
+    model = nested()
+    use(model)
+    gone = [weakref.ref(state) for state in _get_fsdp_states(model)]
+    gone_handles = [weakref.ref(handle) for handle in _get_fsdp_handles(model)]
+    gone_tensors = [
+        weakref.ref(tensor)
+        for handle in _get_fsdp_handles(model)
+        for region in handle.layout.regions
+        for tensor in (region.shard, *region.leaves, *region.full.leaves)
+    ]
+    assert set(OWNERS._entries) - owners
+
+    del model
+    gc.collect()
+
+    assert [ref() for ref in gone] == [None] * 3
+    assert [ref() for ref in gone_handles] == [None] * 3
+    assert {ref() is None for ref in gone_tensors} == {True}
+    assert set(OWNERS._entries) <= owners
+    assert set(LEAVES) <= leaves
+
+
+@pytest.mark.usefixtures("few_objects")
+def test_a_model_is_collected_after_an_aborted_forward(one_rank: World) -> None:
+    """A raise in the middle of a forward keeps no state alive."""
+    model = TinyGPT()
+    fully_shard(model.blocks[0])
+    fully_shard(model)
+    with pytest.raises(IndexError):
+        model(torch.full((1, 3), 99))
+    gone = weakref.ref(state_of(model))
+
+    del model
+    gc.collect()
+
+    assert gone() is None
