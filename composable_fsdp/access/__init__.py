@@ -1,4 +1,4 @@
-"""Settings of the step, under the names of FSDP2's methods."""
+"""Settings of the step, under the names of FSDP2's methods; and whole weights."""
 
 from typing import TYPE_CHECKING
 
@@ -36,10 +36,13 @@ if TYPE_CHECKING:
     from composable_fsdp.access.settings import (
         set_separate_reduce_scatter_group as set_separate_reduce_scatter_group,
     )
+    from composable_fsdp.access.stream import stream_full as stream_full
+    from composable_fsdp.access.stream import stream_plan as stream_plan
 
 _resolve, __all__ = resolver(
     {
         "access.manual": "full_shape",
+        "access.stream": "stream_full stream_plan",
         "access.settings": (
             "set_gradient_divide_factor set_is_last_backward "
             "set_modules_to_backward_prefetch set_modules_to_forward_prefetch "
