@@ -43,11 +43,6 @@ class Whole(NamedTuple):
     offset: tuple[int, ...]
     axes: tuple[tuple[str, int, int | None], ...]
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether other ranks hold other elements."""
-        return any(size > 1 and dim is not None for _, size, dim in self.axes)
-
     def __str__(self) -> str:
         held = [
             f"{name or 'mesh'} {size} {'replicated' if dim is None else f'dim {dim}'}"
