@@ -304,8 +304,11 @@ class _Gather:
                     full.copy_(local_of(piece.entries[0].source).reshape(-1))
                 continue
             group, (own, numels) = ref.handle.groups.shard, piece.own(ref)
+            if ref.handle.layout.offload:
+                # On the host: from there torch casts in more memory of the device.
+                own = own.to(full.dtype)
             if group is not None and piece.ranks is not None:
-                self._exchange(piece, full, group)
+                self._exchange(piece, full, own, numels)
             elif full.numel():
                 parts = torch.split(full, numels)
                 # Casts, and copies from the host; the gather is in place.
@@ -328,11 +331,13 @@ class _Gather:
         if any(entry.over for piece in self._bucket._pieces for entry in piece.entries):
             self.finish()
 
-    def _exchange(self, piece: _Piece, full: Tensor, group: dist.ProcessGroup) -> None:
-        """Send this rank's part to the ranks of ``group`` that receive."""
+    def _exchange(
+        self, piece: _Piece, full: Tensor, own: Tensor, numels: list[int]
+    ) -> None:
+        """Send ``own``, this rank's part, to the ranks of the shard group."""
         ref = piece.entries[0].ref
-        assert ref is not None
-        own, numels = piece.own(ref)
+        group = None if ref is None else ref.handle.groups.shard
+        assert group is not None
         sent, none = own.to(full), [0] * len(numels)
         for target, rank in enumerate(dist.get_process_group_ranks(group)):
             if piece.receives(rank):
