@@ -37,7 +37,8 @@ def adapter_values(model: nn.Module) -> dict[str, Tensor]:
     Collective: as ``get_full_param`` of each of them; all ranks must call.
     """
     made: dict[str, Tensor] = {}
-    is_adapter, first = _adapter_test(model), team_of(model).rank == 0
+    is_adapter = _adapter_test(model)
+    first = team_of(model, "save_pretrained").rank == 0
     for each in contents_of(model, "save_pretrained").each():
         # Equal on all ranks: names and ``requires_grad`` are compared at the first
         # gather.
