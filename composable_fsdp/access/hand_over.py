@@ -118,21 +118,30 @@ class _Axis(NamedTuple):
     is_cut: bool
 
 
-def _axes(entry: Entry, states: Sequence[_FSDPState]) -> list[_Axis]:
-    """Return the axes that cut a tensor, the shard group first; then its copies."""
+Groups = list[tuple[dist.ProcessGroup | None, bool]]
+"""Groups that hold a tensor, and whether their ranks hold other parts."""
+
+
+def _own_groups(entry: Entry) -> Groups:
+    """Return the groups that a tensor itself knows: shard, mesh dims, replicate."""
     ref = entry.ref
-    groups: list[tuple[dist.ProcessGroup | None, bool]] = []
-    whole = whole_of(entry.source) if ref is None else ref.slot.whole
-    if ref is not None:
-        groups += (ref.handle.groups.shard, True), (ref.handle.groups.replicate, False)
-        over = ref.form.mesh_groups
-    else:
+    if ref is None:
         mesh: Any = getattr(entry.source, "device_mesh", None)
         over = () if mesh is None else tuple(mesh.get_all_groups())
-    dims = () if whole is None else whole.axes
-    groups[1:1] = [
-        (g, dim is not None) for g, (*_, dim) in zip(over, dims, strict=True)
-    ]
+        whole = whole_of(entry.source)
+    else:
+        over, whole = ref.form.mesh_groups, ref.slot.whole
+    cuts = [dim is not None for *_, dim in whole.axes] if whole else []
+    mesh_dims: Groups = list(zip(over, cuts, strict=True))
+    if ref is None:
+        return mesh_dims
+    groups = ref.handle.groups
+    return [(groups.shard, True), *mesh_dims, (groups.replicate, False)]
+
+
+def _axes(entry: Entry, states: Sequence[_FSDPState]) -> list[_Axis]:
+    """Return the axes that cut a tensor, the shard group first; then its copies."""
+    ref, groups = entry.ref, _own_groups(entry)
     here = dist.get_rank()
     axes: list[_Axis] = []
     span = {here}

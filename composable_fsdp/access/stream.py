@@ -317,12 +317,7 @@ class _Gather:
                     pair = full, parts[ref.region.rank]
                     together.setdefault(group, []).append(pair)
                 elif group is not None:
-                    for rank, part in enumerate(parts):
-                        if part.numel():
-                            sent = collectives.broadcast(
-                                part, group, rank=rank, async_op=True
-                            )
-                            self._sent.append((sent, part))
+                    self._broadcast(parts, group)
         for group, pairs in together.items():
             wholes, shards = zip(*pairs, strict=True)
             work = collectives.all_gather_flat(wholes, shards, group, async_op=True)
@@ -330,6 +325,13 @@ class _Gather:
         # Now, and not when the caller asks: a rank that has left would be missing.
         if any(entry.over for piece in self._bucket._pieces for entry in piece.entries):
             self.finish()
+
+    def _broadcast(self, parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        """Send each part from the rank that holds it."""
+        for rank, part in enumerate(parts):
+            if part.numel():
+                work = collectives.broadcast(part, group, rank=rank, async_op=True)
+                self._sent.append((work, part))
 
     def _exchange(
         self, piece: _Piece, full: Tensor, own: Tensor, numels: list[int]

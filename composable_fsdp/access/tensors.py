@@ -89,18 +89,10 @@ def _entry(
     return Entry((name,), None, value, dtype, tuple(value.shape), part, over)
 
 
-def entries_of(
+def _places(
     states: Iterable[_FSDPState],
-    model: nn.Module,
-    names: Iterable[str] | None = None,
-    dtype: torch.dtype | None = None,
-    *,
-    joined: bool = True,
-) -> list[list[Entry]]:
-    """Return the tensors of each unit, then those that no unit holds, one by one.
-
-    Raises: CompositionError, for ``names`` that ``model`` does not have.
-    """
+) -> tuple[dict[tuple[int, str], ParamRef], dict[int, torch.dtype]]:
+    """Return parameters by table and key, and the own dtypes of buffers by identity."""
     refs: dict[tuple[int, str], ParamRef] = {}
     dtypes: dict[int, torch.dtype] = {}
     for state in states:
@@ -113,6 +105,22 @@ def entries_of(
             before = state.precision.buffer_dtypes
             for number, name, buffer in own_buffers(state):
                 dtypes[id(buffer)] = before.get((number, name), buffer.dtype)
+    return refs, dtypes
+
+
+def entries_of(
+    states: Iterable[_FSDPState],
+    model: nn.Module,
+    names: Iterable[str] | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    joined: bool = True,
+) -> list[list[Entry]]:
+    """Return the tensors of each unit, then those that no unit holds, one by one.
+
+    Raises: CompositionError, for ``names`` that ``model`` does not have.
+    """
+    refs, dtypes = _places(states)
     named = [*_named(model)]
     known = {name for name, *_ in named}
     wanted = known if names is None else set(map(strip_wrapper, names))
