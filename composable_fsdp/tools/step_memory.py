@@ -101,6 +101,7 @@ def _walk(step: _Step) -> StepMemory:
     # Backward visits the units in the reverse order of the ends of their forwards.
     order = [i for i, enters in events if not enters and units[i].in_backward]
     before = dict(zip(order[1:], order, strict=False))
+    entered = 0
     # The unit that ``begin_backward`` or ``end_backward`` gathers ahead.
     coming: int | None = None
     step.phase = "backward"
@@ -108,12 +109,14 @@ def _walk(step: _Step) -> StepMemory:
         if not units[index].in_backward:
             continue
         if enters:
-            step.end_backward(index, coming)
+            step.end_backward(index, coming, is_tail=entered == len(order))
         else:
+            entered += 1
             coming = before.get(index)
             step.begin_backward(index, coming)
             if index in parents:
                 step.tell(COMPUTE, index, is_entry=False)
+    step.end_task()
     return step.kept._replace(moments=tuple(step.told))
 
 
@@ -158,6 +161,8 @@ class _Step:
         self.replicating: int | None = None
         # Units whose all-gather was issued ahead, until their own forward or backward.
         self.ahead: set[int] = set()
+        # Units that are reduced when the graph task has ended.
+        self.late: list[int] = []
         self.phase = "forward"
         self.told: list[StepMoment] = []
 
@@ -256,7 +261,7 @@ class _Step:
             self.unshard(before, ahead=True)
         self.take("in_flight", "early", index, unit.early)
 
-    def end_backward(self, index: int, before: int | None) -> None:
+    def end_backward(self, index: int, before: int | None, *, is_tail: bool) -> None:
         """Reshard and reduce unit ``index``; BACKWARD_POST gathers ``before``."""
         unit = self.units[index]
         self.give("in_flight", "early", index)
@@ -266,8 +271,26 @@ class _Step:
         if unit.parent >= 0 and unit.fed:
             self.reshard(index)
             self._retire(keep=unit.retiring_limit - 1)
+        elif is_tail:
+            # No unit is left to enter: reduced when the graph task has ended.
+            self.take("in_flight", "late", index, unit.gradients)
+            self.late.append(index)
+            return
         post = unit.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-        ahead = before if post else None
+        self._reduce(index, before if post else None)
+
+    def end_task(self) -> None:
+        """Reshard all units, and reduce those that no hook has reduced."""
+        for index in range(len(self.units)):
+            self.reshard(index)
+        self._retire(keep=0)
+        for index in self.late:
+            self.give("in_flight", "late", index)
+            self._reduce(index, None)
+
+    def _reduce(self, index: int, ahead: int | None) -> None:
+        """Move the gradients of unit ``index`` and reduce; gather unit ``ahead``."""
+        unit = self.units[index]
         if unit.buffers:
             if ahead is None:
                 self._finish_reduction()
@@ -280,9 +303,9 @@ class _Step:
             if unit.buffers:
                 self._finish_reduction()
         if unit.buffers:
-            self._reduce(index)
+            self._send(index)
 
-    def _reduce(self, index: int) -> None:
+    def _send(self, index: int) -> None:
         """Reduce unit ``index``; the previous reduction is finished."""
         unit = self.units[index]
         self.take("reduce", "output", index, unit.output)
