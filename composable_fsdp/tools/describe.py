@@ -111,11 +111,16 @@ class DescribedUnit:
             "shards on the host" if plan.is_offloaded else "",
         ]
         yield ", ".join(filter(None, words))
+        yield from self._parameter_lines(own_names=times == 1)
+
+    def _parameter_lines(self, *, own_names: bool) -> Iterator[str]:
+        """Yield the lines of regions and parameters."""
+        plan = self.plan
         # The names of equal units differ, so those from the unit stand for all. Columns
         # are as wide as the widest entry of the unit.
         slots = [slot for region in plan.regions for slot in region.parameters]
         names = {
-            slot.index: " = ".join(slot.fqns if times > 1 else self.names[slot.index])
+            slot.index: " = ".join(self.names[slot.index] if own_names else slot.fqns)
             for slot in slots
         }
         width = max(map(len, names.values()), default=0)

@@ -19,7 +19,7 @@ from composable_fsdp.access.grads import clip_grad_norm_
 from composable_fsdp.config import DeviceType
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.errors import PlanError
-from composable_fsdp.flat.region import TrainableRegion
+from composable_fsdp.flat.region import FlatParameter, TrainableRegion
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.tools import fake_world, tensor_parallel
@@ -230,11 +230,19 @@ def _build(
         options = {**options, "device_mesh": tensor_parallel.data_mesh(mesh)}
         if is_cut:
             tensor_parallel.check_cut(module, mesh, tensor_parallel.name_of(model))
+    _shard(module, names, options)
+    return module, batch
+
+
+def _shard(
+    module: nn.Module, names: Sequence[Sequence[str]], options: dict[str, Any]
+) -> None:
+    """Shard a module with units of these names."""
     # Units below come before those above, as in a training script.
     for group in sorted(names, key=lambda group: -group[0].count(".")):
         parts = [module.get_submodule(name) for name in group]
         fully_shard(parts[0] if len(parts) == 1 else parts, **options)
-    return fully_shard(module, **options), batch
+    fully_shard(module, **options)
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -317,21 +325,26 @@ def _mark(step: _Step, log: MemoryLog) -> None:
     for region in (r for state in states for r in state.handle.layout.regions):
         # On CPU the host's memory is the device's.
         on_host = step.streams and region.offload
-        log.mark([region.shard], "host" if on_host else "parameters")
-        log.mark([region.gradient.shard], "host" if on_host else "gradients")
-        if on_host:
-            offloaded.update(map(id, region.leaves))
-            log.mark([*region.leaves, *(leaf.grad for leaf in region.leaves)], "host")
-        # Without a buffer of its own, the full region is the shard.
-        if region.full.is_cut:
-            log.mark([region.full.buffer], "full")
-        if region.full.wire is not None:
-            log.mark([region.full.wire.buffer], "full")
-        # Regions of frozen parameters have no reduce buffer.
-        if isinstance(region, TrainableRegion):
-            log.mark([region.reduce.buffer], "reduce")
+        offloaded.update(map(id, region.leaves if on_host else ()))
+        _mark_region(region, log, on_host=on_host)
     # States of offloaded parameters are beside them, in host memory.
     states_of = {} if step.optimizer is None else step.optimizer.state
     for parameter, found in states_of.items():
         kind = "host" if id(parameter) in offloaded else "optimizer"
         log.mark(tensors_of(found), kind)
+
+
+def _mark_region(region: FlatParameter, log: MemoryLog, *, on_host: bool) -> None:
+    """Say of which kind the storages of a region are."""
+    log.mark([region.shard], "host" if on_host else "parameters")
+    log.mark([region.gradient.shard], "host" if on_host else "gradients")
+    if on_host:
+        log.mark([*region.leaves, *(leaf.grad for leaf in region.leaves)], "host")
+    # Without a buffer of its own, the full region is the shard.
+    if region.full.is_cut:
+        log.mark([region.full.buffer], "full")
+    if region.full.wire is not None:
+        log.mark([region.full.wire.buffer], "full")
+    # Regions of frozen parameters have no reduce buffer.
+    if isinstance(region, TrainableRegion):
+        log.mark([region.reduce.buffer], "reduce")

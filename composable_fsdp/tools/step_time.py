@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from composable_fsdp.planning.unit_plan import UnitPlan
@@ -54,6 +54,7 @@ def time_of_step(
     # When the full parameters of a unit were there, and when they were used last.
     arrived, used = dict.fromkeys(by_name, 0.0), dict.fromkeys(by_name, 0.0)
     filled: set[str] = set()
+    left_out = MEMORY if compiled else FUSED
     for event in (moment.event for moment in moments[:-1]):
         name, unit = event.unit, by_name[event.unit]
         clock.stage = event.phase
@@ -66,14 +67,9 @@ def time_of_step(
             clock.block(used[name])
         elif event.kind != REDUCE:
             clock.go_on(0, arrived[name])
-            left_out = MEMORY if compiled else FUSED
             work = activations.work.get(event) or Counter()
-            chosen = [(each, n) for each, n in work.items() if each.kind != left_out]
-            in_float8 = float8 and bool(name)
-            times = [n * machine.seconds(each, float8=in_float8) for each, n in chosen]
-            clock.compute(name, sum(times))
-            # The device computes while the host issues what follows.
-            clock.issue(machine.launch * sum(n for _, n in chosen))
+            kept = {each: n for each, n in work.items() if each.kind != left_out}
+            _compute(clock, name, kept, float8=float8 and bool(name))
             used[name] = clock.reached(0)
         # First the gradients move into the buffers, then they are sent.
         elif name in filled:
@@ -82,19 +78,35 @@ def time_of_step(
         else:
             filled.add(name)
     compute.wait_stream(reductions)
-    # Values and states are read and written, gradients are read.
-    moved = sum(
+    clock.stage = "optimizer step"
+    clock.compute(
+        None, machine.seconds(Cost(MEMORY, 0, _optimizer_bytes(units, optimizer)))
+    )
+    busy = sum(o.end - o.begin for o in clock.operations if o.kind == COMPUTE)
+    end = clock.reached(0)
+    return StepTime(end, busy, end - busy, activations.tokens)
+
+
+def _compute(
+    clock: Clock, name: str, work: Mapping[Cost, int], *, float8: bool
+) -> None:
+    """Run operations of a unit, while the host issues what follows."""
+    machine = clock.machine
+    clock.compute(
+        name, sum(n * machine.seconds(each, float8=float8) for each, n in work.items())
+    )
+    clock.issue(machine.launch * sum(work.values()))
+
+
+def _optimizer_bytes(units: Sequence[UnitPlan], optimizer: OptimizerMemory) -> int:
+    """Return what the optimizer moves: it writes all that it reads but gradients."""
+    return sum(
         2 * (each.parameter_bytes + optimizer.state_bytes(each))
         + each.gradient_bytes
         + 6 * optimizer.temporary_bytes(each)
         for each in units
         if each.is_trainable
     )
-    clock.stage = "optimizer step"
-    clock.compute(None, machine.seconds(Cost(MEMORY, 0, moved)))
-    busy = sum(o.end - o.begin for o in clock.operations if o.kind == COMPUTE)
-    end = clock.reached(0)
-    return StepTime(end, busy, end - busy, activations.tokens)
 
 
 def _send(clock: Clock, stream: int, name: str, seconds: float) -> None:
