@@ -21,7 +21,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.sharded import message_of
 from tests.support.world import World, single_rank_group
 
-pytestmark = pytest.mark.req("N-13")
+pytestmark = pytest.mark.req("N-14")
 
 
 class Clock:
