@@ -79,7 +79,11 @@ class FlatGradient:
     gaps: tuple[Tensor, ...] = ()
     """Views of the padding in ``shard``."""
     places: tuple[int, ...] = ()
-    """Addresses of ``shard`` and its views; another shows a replaced ``.data``."""
+    """Addresses of ``parts``; another shows a replaced ``.data``."""
+    parts: tuple[Tensor, ...] = ()
+    """``shard``, its views and gaps, which may serve the next flat gradient, too."""
+    uses: tuple[int, ...] = ()
+    """The reference counts of ``parts`` and their memory if nobody else has any."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +100,10 @@ class ReduceBuffer:
     """Per parameter: 1 if a gradient has arrived that was not reduced yet."""
     waiting: list[Tensor | None]
     """Per parameter: autograd's gradient, until the copy into ``buffer``."""
+    # ``Any``: the class is in ``flat.handle``.
+    progress: Any = None
+    """The ``BackwardProgress`` of the graph task whose gradients are as usual: each was
+    announced, trains, and will be reduced; else None."""
     owner: Callable[[], Any] = no_owner
     """Weak reference to the unit's state, for the hooks of the full leaves."""
     division: Division = NO_DIVISION

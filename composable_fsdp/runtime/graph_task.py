@@ -7,6 +7,7 @@ backward raises, the engine drops ``TaskEnd`` uncalled, which marks the task as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from threading import get_ident
 from typing import Any
 
@@ -38,7 +39,6 @@ from composable_fsdp.runtime.offload import finish_d2h_grad_copies
 from composable_fsdp.runtime.reduce import (
     drop_reduction,
     drop_unreduced_grads,
-    expect_gradients,
     finish_reduction,
     reduce_gradients,
 )
@@ -62,6 +62,7 @@ will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Return whether the graph task that is running will execute the node."""
 _engine = torch.autograd.Variable._execution_engine
 # Of the process: on CUDA, hooks run in a thread of the engine.
+_trains = attrgetter("requires_grad")
 _other_requests = 0
 """Number of running backwards that were asked for gradients of other tensors only."""
 
@@ -171,9 +172,15 @@ def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -
     except RuntimeError as error:
         raise _full_param_requested(handle) from error
     # With ``create_graph`` the graph of this backward reads the parameters again.
-    handle.backward = BackwardProgress(task, pending, torch.is_grad_enabled())
+    progress = BackwardProgress(task, pending, torch.is_grad_enabled())
+    handle.backward = progress
     if pending:
-        expect_gradients(handle)
+        handle.reduction.due = True
+    for region in handle.layout.trainable:
+        # A leaf with a form has a gradient of another class; a parameter that was
+        # frozen since the forward gets none.
+        usual = not handle.layout.forms and all(map(_trains, region.leaves))
+        region.reduce.progress = progress if usual else None
 
 
 def _full_param_requested(handle: FlatParamHandle) -> PhaseError:

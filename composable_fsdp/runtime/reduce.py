@@ -25,6 +25,7 @@ at once. So the host waits for nothing on CUDA; on CPU it waits for the reductio
 from __future__ import annotations
 
 from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from composable_fsdp.comm.operations import Operation
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import (
     allocate_reduce,
+    are_cleared,
     arrived_flags,
     clear_arrived,
     free_reduce,
@@ -59,6 +61,8 @@ from composable_fsdp.runtime.replica_sums import (
 )
 from composable_fsdp.tree import moments
 from composable_fsdp.tree.state import Reduction, RuntimeContext
+
+_tensor_hooks_of = attrgetter("_backward_hooks")
 
 
 def copy_grads_to_reduce_buffers(
@@ -106,11 +110,6 @@ def copy_grads_to_reduce_buffers(
     # memory. The hooks' stream is behind the copy only after the wait above.
     for region in handle.layout.trainable:
         region.reduce.waiting[:] = [None] * len(region.reduce.waiting)
-
-
-def expect_gradients(handle: FlatParamHandle) -> None:
-    """Record that gradients will arrive, or have arrived, that must be reduced."""
-    handle.reduction.due = True
 
 
 def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -358,15 +357,9 @@ def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
         reduce = region.reduce
         dtype = reduce.buffer.dtype
         direct = whole and dtype == region.gradient.dtype and not region.offload
-        for each in region.graded:
-            if each.grad is not None:
-                direct = False
-        reduce.has_tensor_hooks = False
-        for leaf in region.leaves:
-            if leaf._backward_hooks:
-                reduce.has_tensor_hooks = True
+        reduce.has_tensor_hooks = any(map(_tensor_hooks_of, region.leaves))
         reduce.temporary = None
-        if not direct:
+        if not (direct and are_cleared(region.graded)):
             reduce.temporary = memory.new_buffer(
                 region.layout.shard_numel, dtype, region.device
             )
@@ -383,8 +376,8 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
     for regions in handle.layout.reduce_groups:
         # All regions of a group have the same reduce dtype, hence the same division.
         before, _, average = regions[0].reduce.division
-        buffers = [r.reduce.buffer for r in regions]
-        targets = list(map(reduce_target, regions))
+        buffers = [region.reduce.buffer for region in regions]
+        targets = [reduce_target(region) for region in regions]
         if before != 1:
             torch._foreach_div_(buffers, before)
         ref, work = rule.group or groups.shard_ref, None
