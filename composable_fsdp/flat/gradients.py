@@ -3,36 +3,27 @@
 Gradients wait in ``ReduceBuffer.waiting`` and are copied together; the reduction writes
 the flat gradient, of which ``.grad`` are views. It is released after ``zero_grad``. If
 the user exchanged ``.grad`` of leaves, sums are added to each, as autograd does.
-
-A flat gradient is new memory each time: a user who kept an old ``.grad`` must keep its
-values, as with plain autograd. Its tensors serve again, with other memory, if reference
-counts tell that nobody else has one of them, and no alias of the memory exists.
-
-``torch._C._storage_Use_Count`` and ``Tensor._use_count`` are private; used only here,
-checked on torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import compress, repeat
-from operator import attrgetter, is_, or_
-from sys import getrefcount
+from operator import is_, or_
 
 import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import FlatGradient, FlatParameter, TrainableRegion
+from composable_fsdp.flat.region import (
+    FlatParameter,
+    TrainableRegion,
+    grad_of,
+    post_hooks_of,
+)
 from composable_fsdp.planning.layout import ShardCuts
-
-_grad_of = attrgetter("grad")
-_hooks_of = attrgetter("_post_accumulate_grad_hooks")
-_trains = attrgetter("requires_grad")
-_storage_uses = torch._C._storage_Use_Count
-_tensor_uses: Callable[[Tensor], int] = vars(torch._C.TensorBase)["_use_count"]
 
 
 def new_shard(
@@ -68,32 +59,18 @@ def make_grad_shard(region: FlatParameter) -> None:
         with torch.inference_mode(False):
             make_grad_shard(region)
         return
-    gradient = region.gradient
-    gradient.shown = gradient.unshown
-    if gradient.shard is None and gradient.parts:
-        gradient.shard = gradient.parts[0]
-        gradient.shard.untyped_storage().resize_(gradient.shard.nbytes)
-    else:
-        _make_parts(region)
-        gradient.uses = _uses(gradient.parts)
-    gradient.places = tuple(map(Tensor.data_ptr, gradient.parts))
-
-
-def _make_parts(region: FlatParameter) -> None:
-    """Create the tensors of a flat gradient."""
     gradient, numel = region.gradient, region.layout.shard_numel
-    shard = new_shard(numel, gradient.dtype, region.device, offload=region.offload)
+    if region.offload:
+        shard = new_shard(numel, gradient.dtype, region.device, offload=True)
+    else:
+        # Runs once per step and unit; inlined to save a function call.
+        shard = torch.empty(numel, dtype=gradient.dtype, device=region.device)
     views, gradient.gaps = shard_views(region.cuts, shard)
-    gradient.views = with_absent(region, views)
-    shown = [view for view in gradient.views if view is not None]
-    gradient.shard, gradient.parts = shard, (shard, *shown, *gradient.gaps)
-
-
-def _uses(parts: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """Return how often a flat gradient, its memory and its views are referred to."""
-    storage = parts[0].untyped_storage()
-    known = getrefcount(storage), _storage_uses(storage._cdata)
-    return (*known, *map(getrefcount, parts), *map(_tensor_uses, parts))
+    gradient.shown = gradient.unshown
+    gradient.places = (*map(Tensor.data_ptr, (shard, *views)),)
+    gradient.shard = shard
+    absent = region.cuts.absent
+    gradient.views = with_absent(region, views) if absent else tuple(views)
 
 
 def with_absent(
@@ -124,12 +101,12 @@ def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
 
 def views_are_intact(region: FlatParameter) -> bool:
     """Return whether the views still view the flat gradient, if the latter exists."""
-    gradient = region.gradient
-    # ``p.grad.data = ...`` replaces the memory of a view.
-    return (
-        gradient.shard is None
-        or tuple(map(Tensor.data_ptr, gradient.parts)) == gradient.places
-    )
+    if region.gradient.shard is None:
+        return True
+    # ``p.grad.data = ...`` replaces the memory of a view. ``data_ptr()`` of an empty
+    # view is 0.
+    places = [0 if view is None else view.data_ptr() for view in region.gradient.views]
+    return region.gradient.places == (region.gradient.shard.data_ptr(), *places)
 
 
 def free_cleared(handle: FlatParamHandle) -> None:
@@ -146,33 +123,14 @@ def free_cleared(handle: FlatParamHandle) -> None:
 
 def are_cleared(leaves: Sequence[nn.Parameter]) -> bool:
     """Return whether no leaf has a ``.grad``."""
-    return all(map(is_, map(_grad_of, leaves), repeat(None)))
+    return all(map(is_, map(grad_of, leaves), repeat(None)))
 
 
 def _free_gradient(region: FlatParameter) -> None:
-    """Give the flat gradient up, but free no memory that a user holds."""
-    gradient = region.gradient
-    parts = gradient.parts
-    # Attributes that a user has set belong to this gradient alone, too. Memory that
-    # numpy has viewed cannot be resized.
-    if (
-        region.offload
-        or _uses(parts) != gradient.uses
-        or not views_are_intact(region)
-        or any(map(_trains, parts))
-        or any(map(vars, parts))
-        or not parts[0].untyped_storage().resizable()
-    ):
-        _drop_gradient(gradient)
-        return
-    gradient.shard = None
-    parts[0].untyped_storage().resize_(0)
-
-
-def _drop_gradient(gradient: FlatGradient) -> None:
-    """Forget the flat gradient and its views."""
-    gradient.shard = None
-    gradient.views = gradient.gaps = gradient.places = gradient.parts = ()
+    """Drop the flat gradient and its views, but free no memory that a user holds."""
+    region.gradient.shard = None
+    region.gradient.views = region.gradient.gaps = ()
+    region.gradient.places = ()
 
 
 def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
@@ -307,7 +265,7 @@ def show_on_leaves(
                 view.add_(leaf.grad)
     # Loops in C: ``deque`` of no length drains an iterator.
     deque(map(setattr, leaves, repeat("grad"), views), 0)
-    if not any(map(_hooks_of, leaves)):
+    if not any(map(post_hooks_of, leaves)):
         return []
     return [leaf for leaf in leaves if leaf._post_accumulate_grad_hooks]
 
@@ -361,7 +319,7 @@ def leave_reduce(handle: FlatParamHandle) -> None:
         # Without a temporary buffer the flat gradient is the output of the all-reduce
         # over the replicas, and no leaf shows the flat gradient.
         if reduce.temporary is None:
-            _drop_gradient(region.gradient)
+            _free_gradient(region)
         reduce.temporary = None
     if handle.reduction.home is not None:
         assert handle.reduction.slot is not None

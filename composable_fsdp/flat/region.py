@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,11 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat.reduce_rule import NO_DIVISION, Division
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout, ShardCuts
+
+# Readers of an attribute for loops in C, without a Python-level call for each tensor.
+grad_of, trains_of = attrgetter("grad"), attrgetter("requires_grad")
+tensor_hooks_of = attrgetter("_backward_hooks")
+post_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
 @dataclass(slots=True, eq=False)
@@ -79,11 +85,7 @@ class FlatGradient:
     gaps: tuple[Tensor, ...] = ()
     """Views of the padding in ``shard``."""
     places: tuple[int, ...] = ()
-    """Addresses of ``parts``; another shows a replaced ``.data``."""
-    parts: tuple[Tensor, ...] = ()
-    """``shard``, its views and gaps, which may serve the next flat gradient, too."""
-    uses: tuple[int, ...] = ()
-    """The reference counts of ``parts`` and their memory if nobody else has any."""
+    """Addresses of ``shard`` and its views; another shows a replaced ``.data``."""
 
 
 @dataclass(slots=True, eq=False)

@@ -36,6 +36,7 @@ from composable_fsdp.flat.handle import (
 )
 from composable_fsdp.flat.param_ref import place_path
 from composable_fsdp.flat.part_guards import REFUSE, refuse_part
+from composable_fsdp.flat.region import trains_of
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Residency, illegal_move
 from composable_fsdp.planning.dtensors import local_of
@@ -48,7 +49,6 @@ set_versions = torch._C._autograd._unsafe_set_version_counter
 """Set the version counters of a tuple of tensors."""
 version_of = attrgetter("_version")
 """Return the version counter of a tensor without a Python-level function call."""
-_trains = attrgetter("requires_grad")
 
 _FIRST = 1 << 31
 """Lower bound of unreadable versions, above all versions that writes reach; counters
@@ -314,7 +314,7 @@ def shards_are_unchanged(handle: FlatParamHandle) -> bool:
     # elements each rank holds.
     return (
         all(map(is_, map(dict.get, layout.tables, layout.keys), own))
-        and all(map(is_, map(_trains, own), map(_trains, handle.form.placed)))
+        and all(map(is_, map(trains_of, own), map(trains_of, handle.form.placed)))
         and all(map(eq, map(Tensor.data_ptr, places.leaves), places.addresses))
         and all(map(is_, map(Tensor.untyped_storage, places.empty), places.storages))
         and not layout.on_meta

@@ -7,7 +7,6 @@ backward raises, the engine drops ``TaskEnd`` uncalled, which marks the task as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from threading import get_ident
 from typing import Any
 
@@ -32,6 +31,7 @@ from composable_fsdp.flat.handle import (
     FlatParamHandle,
 )
 from composable_fsdp.flat.param_ref import place_path
+from composable_fsdp.flat.region import trains_of
 from composable_fsdp.flat.residency import SHARDED, find_unreadable, find_written
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import BACKWARD_PRE, SUMMON, Phase
@@ -62,7 +62,6 @@ will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Return whether the graph task that is running will execute the node."""
 _engine = torch.autograd.Variable._execution_engine
 # Of the process: on CUDA, hooks run in a thread of the engine.
-_trains = attrgetter("requires_grad")
 _other_requests = 0
 """Number of running backwards that were asked for gradients of other tensors only."""
 
@@ -179,7 +178,7 @@ def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -
     for region in handle.layout.trainable:
         # A leaf with a form has a gradient of another class; a parameter that was
         # frozen since the forward gets none.
-        usual = not handle.layout.forms and all(map(_trains, region.leaves))
+        usual = not handle.layout.forms and all(map(trains_of, region.leaves))
         region.reduce.progress = progress if usual else None
 
 

@@ -25,7 +25,6 @@ at once. So the host waits for nothing on CUDA; on CPU it waits for the reductio
 from __future__ import annotations
 
 from itertools import compress
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -47,10 +46,8 @@ from composable_fsdp.flat.gradients import (
     zero_missing,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.user_hooks import (
-    call_post_hooks,
-    call_tensor_hooks,
-)
+from composable_fsdp.flat.region import tensor_hooks_of
+from composable_fsdp.flat.user_hooks import call_post_hooks, call_tensor_hooks
 from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
 from composable_fsdp.runtime.replica_sums import (
     add_partial_sums,
@@ -61,8 +58,6 @@ from composable_fsdp.runtime.replica_sums import (
 )
 from composable_fsdp.tree import moments
 from composable_fsdp.tree.state import Reduction, RuntimeContext
-
-_tensor_hooks_of = attrgetter("_backward_hooks")
 
 
 def copy_grads_to_reduce_buffers(
@@ -250,6 +245,10 @@ def finish_reduction(
         # The side streams write buffers that no parameter shows.
         applies = not handle.layout.offload and not handle.reduction.replicates
         _wait_on_streams(streams, reduction, handle.events.reduce, applies=applies)
+    if handle.reduction.has_memory and not streams.host_waits:
+        # Behind the reduction alone: the next all-gather need not wait for compute.
+        with streams.on(streams.gather):
+            free_behind_reduction(reduction)
     if handle.reduction.has_memory:
         if not streams.host_waits:
             streams.gather.wait_stream(streams.current())
@@ -357,7 +356,7 @@ def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
         reduce = region.reduce
         dtype = reduce.buffer.dtype
         direct = whole and dtype == region.gradient.dtype and not region.offload
-        reduce.has_tensor_hooks = any(map(_tensor_hooks_of, region.leaves))
+        reduce.has_tensor_hooks = any(map(tensor_hooks_of, region.leaves))
         reduce.temporary = None
         if not (direct and are_cleared(region.graded)):
             reduce.temporary = memory.new_buffer(
