@@ -27,13 +27,12 @@ from composable_fsdp.errors import DesyncError
 from composable_fsdp.flat.flat_parameter import (
     add_own_gradients,
     find_flat,
-    grad_of,
     leaf_gradients,
 )
 from composable_fsdp.flat.gradients import shard_views, views_are_intact
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, in_model_order, originals_by_vars
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.region import FlatParameter, grad_of
 from composable_fsdp.naming import listed
 from composable_fsdp.planning import walk
 from composable_fsdp.tree.traversal import inside_wrappers

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,13 +24,10 @@ from composable_fsdp.flat.gradients import (
     with_absent,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.region import FlatParameter, grad_of
 from composable_fsdp.flat.residency import count_flat_writes
 from composable_fsdp.flat.user_hooks import show_on_flat
 from composable_fsdp.planning.layout import RegionLayout
-
-grad_of = attrgetter("grad")
-"""Return ``.grad`` without a Python-level function call."""
 
 
 class FlatParamRecord(weakref.ref[FlatParamHandle]):

@@ -7,15 +7,22 @@ the user exchanged ``.grad`` of leaves, sums are added to each, as autograd does
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from operator import or_
+from itertools import compress, repeat
+from operator import is_, or_
 
 import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import FlatParameter, TrainableRegion
+from composable_fsdp.flat.region import (
+    FlatParameter,
+    TrainableRegion,
+    grad_of,
+    post_hooks_of,
+)
 from composable_fsdp.planning.layout import ShardCuts
 
 
@@ -86,7 +93,7 @@ def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
     may_go = region.gradient.shard is not None and settled and region.host_copy is None
     # A new flat gradient, and not the old memory: a user who kept a reference to an old
     # ``.grad`` must keep the values, as with plain autograd.
-    if may_go and not (_is_shown(region) and views_are_intact(region)):
+    if may_go and (are_cleared(region.graded) or not views_are_intact(region)):
         _free_gradient(region)
     if region.gradient.shard is None:
         make_grad_shard(region)
@@ -109,17 +116,14 @@ def free_cleared(handle: FlatParamHandle) -> None:
         return
     for region in handle.layout.trainable:
         # A flat gradient in host memory takes no memory from activations.
-        if region.gradient.shard is None or region.offload or _is_shown(region):
-            continue
-        _free_gradient(region)
+        cleared = region.gradient.shard is not None and are_cleared(region.graded)
+        if cleared and not region.offload:
+            _free_gradient(region)
 
 
-def _is_shown(region: FlatParameter) -> bool:
-    """Return whether any ``.grad`` exists that may be a part of the flat gradient."""
-    for each in region.graded:  # noqa: SIM110  # a generator would take longer
-        if each.grad is not None:
-            return True
-    return False
+def are_cleared(leaves: Sequence[nn.Parameter]) -> bool:
+    """Return whether no leaf has a ``.grad``."""
+    return all(map(is_, map(grad_of, leaves), repeat(None)))
 
 
 def _free_gradient(region: FlatParameter) -> None:
@@ -247,22 +251,23 @@ def show_on_leaves(
             for leaf, hit in zip(region.leaves, arrived, strict=True)
             if hit and leaf._post_accumulate_grad_hooks
         ]
+    leaves, views = region.leaves, region.gradient.views
     if region.gradient.shown != arrived:
         note_shown(region, arrived)
-    hooked: list[nn.Parameter] = []
-    for leaf, view, hit in zip(
-        region.leaves, region.gradient.views, arrived, strict=True
-    ):
-        if hit:
-            meanwhile = leaf.grad
-            if meanwhile is not None and view is not None and meanwhile is not view:
+    if 0 in arrived:
+        leaves = tuple(compress(leaves, arrived))
+        views = tuple(compress(views, arrived))
+    if not are_cleared(leaves):
+        for leaf, view in zip(leaves, views, strict=True):
+            if leaf.grad is not None and view is not None and leaf.grad is not view:
                 # The loss also used the sharded parameter directly (a penalty on
                 # weights), and autograd has accumulated that gradient in ``.grad``.
-                view.add_(meanwhile)
-            leaf.grad = view
-            if leaf._post_accumulate_grad_hooks:
-                hooked.append(leaf)
-    return hooked
+                view.add_(leaf.grad)
+    # Loops in C: ``deque`` of no length drains an iterator.
+    deque(map(setattr, leaves, repeat("grad"), views), 0)
+    if not any(map(post_hooks_of, leaves)):
+        return []
+    return [leaf for leaf in leaves if leaf._post_accumulate_grad_hooks]
 
 
 def note_shown(region: FlatParameter, parts: bytes) -> None:
@@ -354,7 +359,9 @@ def arrived_flags(handle: FlatParamHandle) -> tuple[bytes, ...]:
 def clear_arrived(handle: FlatParamHandle) -> None:
     """Record that no gradient waits for a reduction."""
     for region in handle.layout.trainable:
-        region.reduce.arrived[:] = bytes(len(region.reduce.arrived))
+        reduce = region.reduce
+        reduce.arrived[:] = bytes(len(reduce.arrived))
+        reduce.progress = None
 
 
 def copy_waiting_views(handle: FlatParamHandle) -> None:

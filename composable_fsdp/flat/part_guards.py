@@ -15,7 +15,10 @@ torch sees no hook that would keep ``nn.TransformerEncoderLayer`` from its fast 
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from itertools import repeat
+from operator import setitem
 from typing import Any
 
 import torch
@@ -78,23 +81,19 @@ def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
 
 def refuse_part_calls(handle: FlatParamHandle) -> None:
     """Install the refusal on the unit's parts; for the sharded state."""
-    for hooks in handle.guards.tables:
-        # Before pre-hooks of the user, which may compute with parameters
-        # (``torch.nn.utils.weight_norm`` does). Most modules have none.
-        if hooks:
-            hooks[REFUSE] = refuse_part
-            hooks.move_to_end(REFUSE, last=False)
-        else:
-            hooks[REFUSE] = refuse_part
+    tables = handle.guards.tables
+    deque(map(setitem, tables, repeat(REFUSE), repeat(refuse_part)), 0)
+    # Before pre-hooks of the user, which may compute with parameters
+    # (``torch.nn.utils.weight_norm`` does).
+    deque(map(OrderedDict.move_to_end, tables, repeat(REFUSE), repeat(False)), 0)
     handle.guards.open = False
 
 
 def allow_part_calls(handle: FlatParamHandle) -> None:
     """Remove the refusal from the unit's parts, for a forward."""
-    for hooks in handle.guards.tables:
-        # A user may have cleared the hooks of the module.
-        if REFUSE in hooks:
-            del hooks[REFUSE]
+    # A user may have cleared the hooks of a module.
+    tables = handle.guards.tables
+    deque(map(OrderedDict.pop, tables, repeat(REFUSE), repeat(None)), 0)
     handle.guards.open = True
 
 

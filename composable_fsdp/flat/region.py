@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,11 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat.reduce_rule import NO_DIVISION, Division
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout, ShardCuts
+
+# Readers of an attribute for loops in C, without a Python-level call for each tensor.
+grad_of, trains_of = attrgetter("grad"), attrgetter("requires_grad")
+tensor_hooks_of = attrgetter("_backward_hooks")
+post_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +102,10 @@ class ReduceBuffer:
     """Per parameter: 1 if a gradient has arrived that was not reduced yet."""
     waiting: list[Tensor | None]
     """Per parameter: autograd's gradient, until the copy into ``buffer``."""
+    # ``Any``: the class is in ``flat.handle``.
+    progress: Any = None
+    """The ``BackwardProgress`` of the graph task whose gradients are as usual: each was
+    announced, trains, and will be reduced; else None."""
     owner: Callable[[], Any] = no_owner
     """Weak reference to the unit's state, for the hooks of the full leaves."""
     division: Division = NO_DIVISION

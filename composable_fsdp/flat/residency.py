@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import repeat
 from math import prod
-from operator import attrgetter
+from operator import attrgetter, eq, is_, setitem
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,7 @@ from composable_fsdp.flat.handle import (
 )
 from composable_fsdp.flat.param_ref import place_path
 from composable_fsdp.flat.part_guards import REFUSE, refuse_part
+from composable_fsdp.flat.region import trains_of
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Residency, illegal_move
 from composable_fsdp.planning.dtensors import local_of
@@ -91,24 +94,16 @@ def use_full(handle: FlatParamHandle) -> None:
     if UNSHARDED not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, UNSHARDED)
     layout = handle.layout
-    for table, key, sharded, full in zip(
-        layout.tables,
-        layout.keys,
-        layout.sharded_placed,
-        handle.form.placed,
-        strict=True,
-    ):
-        # Not ``table.get(key)``: a method call per place in every step.
-        if key not in table or table[key] is not sharded:
-            save_functional_params(handle, over_full=False)
-            break
-        table[key] = full
-    # Parts may be called, until ``use_sharded``.
-    for hooks in handle.guards.tables:
-        # A user may have cleared the hooks of the module.
-        if REFUSE in hooks:
-            del hooks[REFUSE]
-    handle.guards.open = True
+    tables, keys = layout.tables, layout.keys
+    # Loops in C (``deque`` of no length drains an iterator): a step has four of them.
+    if all(map(is_, map(dict.get, tables, keys), layout.sharded_placed)):
+        deque(map(setitem, tables, keys, handle.form.placed), 0)
+    else:
+        save_functional_params(handle, over_full=False)
+    # Parts may be called, until ``use_sharded``. A user may have cleared their hooks.
+    guards = handle.guards
+    deque(map(OrderedDict.pop, guards.tables, repeat(REFUSE), repeat(None)), 0)
+    guards.open = True
     handle.residency = UNSHARDED
 
 
@@ -122,24 +117,15 @@ def show_copies(handle: FlatParamHandle) -> None:
 def use_sharded(handle: FlatParamHandle) -> None:
     """Register the sharded leaves, the original parameters."""
     layout = handle.layout
-    for table, key, sharded in zip(
-        layout.tables,
-        layout.keys,
-        layout.sharded_placed,
-        strict=True,
-    ):
-        table[key] = sharded
+    deque(map(setitem, layout.tables, layout.keys, layout.sharded_placed), 0)
     # After the loop, which has overwritten the foreign tensors.
     if handle.running.foreign:
         restore_functional_params(handle)
     # As ``refuse_part_calls``, inlined to save a function call per step.
     if handle.guards.open:
-        for hooks in handle.guards.tables:
-            if hooks:
-                hooks[REFUSE] = refuse_part
-                hooks.move_to_end(REFUSE, last=False)
-            else:  # in most models; saves the call of ``move_to_end`` per part
-                hooks[REFUSE] = refuse_part
+        tables = handle.guards.tables
+        deque(map(setitem, tables, repeat(REFUSE), repeat(refuse_part)), 0)
+        deque(map(OrderedDict.move_to_end, tables, repeat(REFUSE), repeat(False)), 0)
         handle.guards.open = False
     # A unit that shows its sharded leaves already keeps its state.
     if handle.residency is UNSHARDED:
@@ -321,30 +307,18 @@ _CHANGED = re.compile(
 
 def shards_are_unchanged(handle: FlatParamHandle) -> bool:
     """Return whether every leaf is registered and has its data in the shard."""
-    # As ``handle.swaps``, inlined to save the property call.
-    for parameters, name, leaf, full in zip(
-        handle.layout.tables,
-        handle.layout.keys,
-        handle.layout.sharded_placed,
-        handle.form.placed,
-        strict=True,
-    ):
-        if (
-            parameters.get(name) is not leaf
-            or leaf.requires_grad is not full.requires_grad
-        ):
-            return False
-    places = handle.writes.memory
-    for leaf, pointer in zip(places.leaves, places.addresses, strict=True):
-        if leaf.data_ptr() != pointer:
-            return False
+    layout, places = handle.layout, handle.writes.memory
+    own = layout.sharded_placed
     # Empty leaves have no data address, so their storage is compared. A program changes
     # the parameters on all ranks, and in this way all ranks notice the change, whatever
     # elements each rank holds.
-    for leaf, storage in zip(places.empty, places.storages, strict=True):
-        if leaf.untyped_storage() is not storage:
-            return False
-    return not handle.layout.on_meta
+    return (
+        all(map(is_, map(dict.get, layout.tables, layout.keys), own))
+        and all(map(is_, map(trains_of, own), map(trains_of, handle.form.placed)))
+        and all(map(eq, map(Tensor.data_ptr, places.leaves), places.addresses))
+        and all(map(is_, map(Tensor.untyped_storage, places.empty), places.storages))
+        and not layout.on_meta
+    )
 
 
 # ---- tensors of ``torch.func.functional_call`` --------------------------------
@@ -367,9 +341,6 @@ def save_functional_params(handle: FlatParamHandle, *, over_full: bool) -> None:
             continue
         if isinstance(found, Tensor) and found.shape != full.shape:
             name = quoted(place_path(handle, at))
-            # ``use_full`` may have registered full leaves before it found the foreign
-            # tensor.
-            _put_back(handle)
             raise CompositionError(
                 f"Unit {handle.name} was called with another tensor in the place of "
                 f"parameter {name} (torch.func.functional_call does so): expected the "
@@ -382,13 +353,6 @@ def save_functional_params(handle: FlatParamHandle, *, over_full: bool) -> None:
         if at not in foreign:
             table[key] = full
     handle.running.foreign, handle.running.over_full = foreign, over_full
-
-
-def _put_back(handle: FlatParamHandle) -> None:
-    """Replace registered full leaves by the sharded leaves."""
-    for table, key, sharded, full in handle.swaps:
-        if table.get(key) is full:
-            table[key] = sharded
 
 
 def restore_functional_params(handle: FlatParamHandle) -> None:

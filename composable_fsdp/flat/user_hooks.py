@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,14 +20,11 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat.gradients import note_shown, own_gradients, shard_views
 from composable_fsdp.flat.param_ref import find_param
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.region import FlatParameter, grad_of, post_hooks_of
 from composable_fsdp.naming import quoted
 
 HOOK_WATCHES: list[Callable[[nn.Parameter, Tensor], AbstractContextManager[None]]] = []
 """What stands around each hook, by parameter and gradient (``features.defaults``)."""
-
-_post_hooks_of = attrgetter("_post_accumulate_grad_hooks")
-_grad_of = attrgetter("grad")
 
 
 @torch.no_grad()
@@ -106,7 +102,7 @@ def show_on_flat(
         note_shown(region, bytes(arrived))
         # A single assignment serves all parameters. Single parameters are visited only
         # if any of them has a post-accumulate-grad hook.
-        if any(map(_post_hooks_of, region.leaves)):
+        if any(map(post_hooks_of, region.leaves)):
             _call_flat_post_hooks(region, arrived)
     return []
 
@@ -122,7 +118,7 @@ def _call_flat_post_hooks(region: FlatParameter, arrived: bytes | bytearray) -> 
             call_post_hooks([leaf])
             # A hook may have replaced or cleared ``.grad``; the result is copied into
             # the flat gradient.
-            left, leaf.grad = _grad_of(leaf), own
+            left, leaf.grad = grad_of(leaf), own
             if view is None:
                 continue
             if left is None:

@@ -46,7 +46,6 @@ from composable_fsdp.runtime.graph_task import (
 )
 from composable_fsdp.runtime.reduce import (
     copy_grads_to_reduce_buffers,
-    expect_gradients,
     reduce_gradients,
 )
 from composable_fsdp.runtime.unshard import (
@@ -330,45 +329,72 @@ def make_grad_hook(
     """Return the post-accumulate-grad hook of full parameter ``index`` of a region."""
 
     def arrive(link: weakref.ref[TrainableRegion], leaf: Tensor) -> None:
-        region = link()
-        unit: _FSDPState | None = None if region is None else region.reduce.owner()
-        if region is None or unit is None:
-            leaf.grad = None
-            shape = tuple(leaf.shape)
-            raise earlier_forward(f"a parameter of shape {shape}")
+        region, gradient = link(), leaf.grad
+        if region is None or gradient is None:
+            _arrive(region, index, leaf, form)
+            return
         reduce = region.reduce
-        handle, task = unit.handle, current_task()
-        gradient = leaf.grad
-        # The gradient is None if a custom Function returned none; the hook is still
-        # counted. A parameter that was frozen after the forward gets no gradient, as in
-        # plain torch.
-        if gradient is not None and not region.leaves[index].requires_grad:
-            leaf.grad = gradient = None
-        if gradient is not None:
-            leaf.grad = None
-            if gradient.requires_grad:  # with create_graph
-                gradient = gradient.detach()
-            if form is not None:
-                gradient = form.gradient(gradient)
-            if handle.backward.task != task or not handle.reduction.due:
-                _on_unexpected_grad(unit, handle)
-            if reduce.arrived[index]:
-                assert unit.context is not None
-                copy_grads_to_reduce_buffers(unit.context, handle)
-                reduce.views[index].add_(gradient)
-            else:
-                reduce.waiting[index] = gradient
-                reduce.arrived[index] = 1
+        progress = reduce.progress
+        if (
+            progress is None
+            or progress.task != current_task()
+            or reduce.arrived[index]
+            or gradient.requires_grad
+        ):
+            del gradient
+            _arrive(region, index, leaf, form)
+            return
+        leaf.grad = None
+        reduce.waiting[index] = gradient
+        reduce.arrived[index] = 1
+        progress.pending -= 1
+        if not progress.pending:
             del gradient  # let the reduction free the gradient
-        # A gradient of another graph task (a reentrant checkpoint inside the unit) is
-        # only accumulated.
-        progress = handle.backward
-        if progress.task == task:
-            progress.pending -= 1
-            if progress.pending == 0:
-                _on_all_gradients(unit, handle)
+            unit = reduce.owner()
+            _on_all_gradients(unit, unit.handle)
 
     return arrive
+
+
+def _arrive(
+    region: TrainableRegion | None, index: int, leaf: Tensor, form: ParamForm | None
+) -> None:
+    """Take a gradient that no pre-backward of the graph task announced as usual."""
+    unit: _FSDPState | None = None if region is None else region.reduce.owner()
+    if region is None or unit is None:
+        leaf.grad = None
+        raise earlier_forward(f"a parameter of shape {tuple(leaf.shape)}")
+    reduce = region.reduce
+    handle, task = unit.handle, current_task()
+    gradient = leaf.grad
+    # The gradient is None if a custom Function returned none; the hook is still
+    # counted. A parameter that was frozen after the forward gets no gradient, as in
+    # plain torch.
+    if gradient is not None and not region.leaves[index].requires_grad:
+        leaf.grad = gradient = None
+    if gradient is not None:
+        leaf.grad = None
+        if gradient.requires_grad:  # with create_graph
+            gradient = gradient.detach()
+        if form is not None:
+            gradient = form.gradient(gradient)
+        if handle.backward.task != task or not handle.reduction.due:
+            _on_unexpected_grad(unit, handle)
+        if reduce.arrived[index]:
+            assert unit.context is not None
+            copy_grads_to_reduce_buffers(unit.context, handle)
+            reduce.views[index].add_(gradient)
+        else:
+            reduce.waiting[index] = gradient
+            reduce.arrived[index] = 1
+        del gradient  # let the reduction free the gradient
+    # A gradient of another graph task (a reentrant checkpoint inside the unit) is only
+    # accumulated.
+    progress = handle.backward
+    if progress.task == task:
+        progress.pending -= 1
+        if progress.pending == 0:
+            _on_all_gradients(unit, handle)
 
 
 def _on_unexpected_grad(state: _FSDPState, handle: FlatParamHandle) -> None:
@@ -387,7 +413,7 @@ def _on_unexpected_grad(state: _FSDPState, handle: FlatParamHandle) -> None:
             "tensor from the forward, or keep it on an attribute of the unit's module "
             "from the first forward on."
         )
-    expect_gradients(handle)
+    handle.reduction.due = True
     if handle.backward.task == NO_TASK:
         join_unannounced(context, state, current_task())
 

@@ -31,6 +31,7 @@ from composable_fsdp.flat.handle import (
     FlatParamHandle,
 )
 from composable_fsdp.flat.param_ref import place_path
+from composable_fsdp.flat.region import trains_of
 from composable_fsdp.flat.residency import SHARDED, find_unreadable, find_written
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import BACKWARD_PRE, SUMMON, Phase
@@ -38,7 +39,6 @@ from composable_fsdp.runtime.offload import finish_d2h_grad_copies
 from composable_fsdp.runtime.reduce import (
     drop_reduction,
     drop_unreduced_grads,
-    expect_gradients,
     finish_reduction,
     reduce_gradients,
 )
@@ -171,9 +171,15 @@ def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -
     except RuntimeError as error:
         raise _full_param_requested(handle) from error
     # With ``create_graph`` the graph of this backward reads the parameters again.
-    handle.backward = BackwardProgress(task, pending, torch.is_grad_enabled())
+    progress = BackwardProgress(task, pending, torch.is_grad_enabled())
+    handle.backward = progress
     if pending:
-        expect_gradients(handle)
+        handle.reduction.due = True
+    for region in handle.layout.trainable:
+        # A leaf with a form has a gradient of another class; a parameter that was
+        # frozen since the forward gets none.
+        usual = not handle.layout.forms and all(map(trains_of, region.leaves))
+        region.reduce.progress = progress if usual else None
 
 
 def _full_param_requested(handle: FlatParamHandle) -> PhaseError:

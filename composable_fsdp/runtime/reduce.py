@@ -36,6 +36,7 @@ from composable_fsdp.comm.operations import Operation
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import (
     allocate_reduce,
+    are_cleared,
     arrived_flags,
     clear_arrived,
     free_reduce,
@@ -45,10 +46,8 @@ from composable_fsdp.flat.gradients import (
     zero_missing,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.user_hooks import (
-    call_post_hooks,
-    call_tensor_hooks,
-)
+from composable_fsdp.flat.region import tensor_hooks_of
+from composable_fsdp.flat.user_hooks import call_post_hooks, call_tensor_hooks
 from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
 from composable_fsdp.runtime.replica_sums import (
     add_partial_sums,
@@ -106,11 +105,6 @@ def copy_grads_to_reduce_buffers(
     # memory. The hooks' stream is behind the copy only after the wait above.
     for region in handle.layout.trainable:
         region.reduce.waiting[:] = [None] * len(region.reduce.waiting)
-
-
-def expect_gradients(handle: FlatParamHandle) -> None:
-    """Record that gradients will arrive, or have arrived, that must be reduced."""
-    handle.reduction.due = True
 
 
 def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -251,6 +245,10 @@ def finish_reduction(
         # The side streams write buffers that no parameter shows.
         applies = not handle.layout.offload and not handle.reduction.replicates
         _wait_on_streams(streams, reduction, handle.events.reduce, applies=applies)
+    if handle.reduction.has_memory and not streams.host_waits:
+        # Behind the reduction alone: the next all-gather need not wait for compute.
+        with streams.on(streams.gather):
+            free_behind_reduction(reduction)
     if handle.reduction.has_memory:
         if not streams.host_waits:
             streams.gather.wait_stream(streams.current())
@@ -358,15 +356,9 @@ def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
         reduce = region.reduce
         dtype = reduce.buffer.dtype
         direct = whole and dtype == region.gradient.dtype and not region.offload
-        for each in region.graded:
-            if each.grad is not None:
-                direct = False
-        reduce.has_tensor_hooks = False
-        for leaf in region.leaves:
-            if leaf._backward_hooks:
-                reduce.has_tensor_hooks = True
+        reduce.has_tensor_hooks = any(map(tensor_hooks_of, region.leaves))
         reduce.temporary = None
-        if not direct:
+        if not (direct and are_cleared(region.graded)):
             reduce.temporary = memory.new_buffer(
                 region.layout.shard_numel, dtype, region.device
             )
@@ -383,8 +375,8 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
     for regions in handle.layout.reduce_groups:
         # All regions of a group have the same reduce dtype, hence the same division.
         before, _, average = regions[0].reduce.division
-        buffers = [r.reduce.buffer for r in regions]
-        targets = list(map(reduce_target, regions))
+        buffers = [region.reduce.buffer for region in regions]
+        targets = [reduce_target(region) for region in regions]
         if before != 1:
             torch._foreach_div_(buffers, before)
         ref, work = rule.group or groups.shard_ref, None

@@ -69,9 +69,4 @@ def drop_partial_sums(handle: FlatParamHandle) -> None:
     """Discard sums that wait for the all-reduce over the replicas."""
     handle.reduction.held = None
     for region in handle.layout.trainable:
-        drop_partial_sum(region)
-
-
-def drop_partial_sum(region: TrainableRegion) -> None:
-    """Discard the region's sum, or drop the reference to a sum that was added."""
-    region.reduce.partial = None
+        region.reduce.partial = None

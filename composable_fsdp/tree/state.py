@@ -34,8 +34,6 @@ Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
 """A reduction in a log: the unit, the ``structure`` of the unit's layout, and, per
 trainable region, which parameters had a gradient."""
 
-_ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
-
 
 class StepOrder:
     """The uses of units in a forward of the root, and how backward goes through.
@@ -357,16 +355,24 @@ class _FSDPState:
         kind = type(self.module).__name__
         return f"{kind} {self.name}" if self.fqn or self._is_root is not None else kind
 
-    def __getattr__(self, name: str) -> object:
-        """Raise ``NotRootError`` for data of the root, else ``AttributeError``."""
-        if name in _ROOT_ONLY:
-            raise NotRootError(
-                f"{name} is kept on the root only; unit {self.name} is "
-                f"{'below a root' if self._is_root is False else 'not initialised'}. "
-                "Ask the state of the outermost fully sharded module after the first "
-                "forward."
-            )
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+    # Not ``__getattr__``, with which Python looks every attribute up slowly.
+    @property
+    def _all_fsdp_states(self) -> tuple[_FSDPState, ...]:
+        """States of all units, in ``.modules()`` order. Raises: NotRootError."""
+        raise self._not_root("_all_fsdp_states")
+
+    @property
+    def _all_handles(self) -> tuple[FlatParamHandle, ...]:
+        """Handles of all units, in ``.modules()`` order. Raises: NotRootError."""
+        raise self._not_root("_all_handles")
+
+    def _not_root(self, name: str) -> NotRootError:
+        """Return the error of a read of the root's data from another unit."""
+        return NotRootError(
+            f"{name} is kept on the root only; unit {self.name} is "
+            f"{'below a root' if self._is_root is False else 'not initialised'}. Ask "
+            "the state of the outermost fully sharded module after the first forward."
+        )
 
     def __repr__(self) -> str:
         kind = {True: "root", False: "below a root", None: "not initialised"}

@@ -26,6 +26,7 @@ from composable_fsdp import (
     set_full_param,
     unshard_params,
 )
+from composable_fsdp.errors import DesyncError
 from composable_fsdp.features import OwnerState, flat_parameters, map_on_owners
 from tests.parallel.models import (
     Recipe,
@@ -204,6 +205,20 @@ def test_ranks_of_both_axes_and_optimizers_of_dtensors_are_refused(
     # It would step on parameters that no module uses any more.
     with pytest.raises(FSDPError, match="embedding"):
         optimizer.step()
+
+
+@on_ranks(4)
+def test_unlike_calls_of_tensor_parallel_ranks_are_told(world: World) -> None:
+    """Ranks of one part of the parameters would write, and the others would not."""
+    mesh = mesh_of(world, 2)
+    model, _ = pair(Recipe(), mesh)
+    writes = mesh.get_local_rank("tp") == 0
+
+    with (
+        pytest.raises(DesyncError, match="writeback"),
+        unshard_params(model, writeback=writes),
+    ):
+        pass
 
 
 @on_ranks(4)

@@ -196,6 +196,8 @@ CASES: list[tuple[Callable[[], nn.Module], int, dict[str, Any]]] = [
     (unequal, 8, {"backward_prefetch": POST, "forward_prefetch": True}),
     (unequal, 8, {"backward_prefetch": None}),
     (frozen, 8, {"forward_prefetch": True}),
+    # The largest all-gather is the peak: with the copies of the shards that it casts.
+    (frozen, 8, {"cpu_offload": OFFLOAD, "mixed_precision": LOW}),
     (ONE_BY_ONE, 8, {"backward_prefetch": PRE}),
     (ONE_BY_ONE, 8, {"backward_prefetch": None}),
     (equal, 8, {"limit_all_gathers": False}),

@@ -129,4 +129,4 @@ def test_states_declare_all_their_fields() -> None:
     with pytest.raises(AttributeError):
         state.handel = 1  # type: ignore[attr-defined]  # the mistake under test
     with pytest.raises(AttributeError, match="has no attribute 'handel'"):
-        _ = state.handel
+        _ = state.handel  # type: ignore[attr-defined]  # the mistake under test

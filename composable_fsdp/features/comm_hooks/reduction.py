@@ -6,7 +6,6 @@ from itertools import chain
 
 from composable_fsdp.errors import FSDPError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.runtime.replica_sums import drop_partial_sum
 
 
 def reduce_by_hook(handle: FlatParamHandle) -> None:
@@ -35,4 +34,4 @@ def reduce_by_hook(handle: FlatParamHandle) -> None:
                 "gradient into the last argument and keep its size."
             )
         region.reduce.temporary = result
-        drop_partial_sum(region)
+        region.reduce.partial = None  # added already
