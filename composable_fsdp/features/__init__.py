@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from composable_fsdp.features.host_memory.sleeping import released as released
     from composable_fsdp.features.host_memory.sleeping import sleep as sleep
     from composable_fsdp.features.host_memory.sleeping import wake as wake
+    from composable_fsdp.features.host_memory.state_buffers import (
+        offload_states as offload_states,
+    )
     from composable_fsdp.features.nonfinite import NonFinite as NonFinite
     from composable_fsdp.features.nonfinite import find_nonfinite as find_nonfinite
     from composable_fsdp.features.owners.map_on_owners import (
@@ -73,6 +76,7 @@ _resolve, __all__ = resolver(
         "features.comm_hooks.int8_exchange": "int8_all_to_all_hook",
         "features.flat_params": "flat_parameter_groups flat_parameters",
         "features.host_memory.sleeping": "released sleep wake",
+        "features.host_memory.state_buffers": "offload_states",
         "features.nonfinite": "NonFinite find_nonfinite",
         "features.owners.map_on_owners": "map_on_owners",
         "features.owners.owner_state": "OwnerState",
