@@ -87,7 +87,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Map ``(batch, time, width)`` to the same."""
-        return cast(Tensor, checkpoint(self.block, x, cos, sin, use_reentrant=False))
+        # Nothing here is random, and a CUDA graph cannot read a generator's state.
+        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        return cast(Tensor, run(self.block, x, cos, sin))
 
 
 class RotaryBlock(LlamaBlock):
@@ -149,7 +151,8 @@ class Trainee:
         fill = partial(_fill, device=device)
         if how == "compiled":
             for block in model.blocks:
-                cast(Block, block).block.compile()
+                # Each length has kernels of its own, as in a run of one length.
+                cast(Block, block).block.compile(dynamic=False)
         if name == "plain":
             model.to(torch.bfloat16).apply(fill)
         elif name == "fsdp2":
@@ -164,7 +167,11 @@ class Trainee:
             arena = Arena(reduce=True) if name == "captured" else None
             for module in (*model.blocks, model):
                 fully_shard(
-                    module, mixed_precision=BF16, param_init_fn=fill, arena=arena
+                    module,
+                    mixed_precision=BF16,
+                    param_init_fn=fill,
+                    device_id=device,
+                    arena=arena,
                 )
         self.model, self.device = model, device
         self.tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
@@ -345,11 +352,12 @@ def _measure_way(
     """Note and print the figures of ``key``: how, tokens, name."""
     how, length, name = key
     trainee.read(results.shape, length)
-    step: Callable[[], object] = trainee.step
-    if name == "captured":
-        step = capture(trainee.step)
-    for _ in range(2 if name != "captured" else WARM_UP + 2):
+    captured = capture(trainee.step) if name == "captured" else None
+    step: Callable[[], object] = captured or trainee.step
+    for _ in range(WARM_UP + 2 if captured else 2):
         step()
+    if captured and captured.reason:
+        say(f"  {how}, {length} tokens: no graph: {captured.reason}")
     results.found[key] = measure(trainee, rounds, step)
     cells = zip(HEADER[1:], results.row(*key)[1:], strict=True)
     told = ", ".join(f"{title} {cell}" for title, cell in cells if cell)
