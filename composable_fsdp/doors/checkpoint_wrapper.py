@@ -88,12 +88,11 @@ class CheckpointWrapper(ActivationWrapper):
         mod: nn.Module,
         checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
         checkpoint_fn: Callable[..., Any] | None = None,
-        *,
-        offload: bool = False,
         **checkpoint_fn_kwargs: Any,
     ) -> None:
         super().__init__(mod)
-        self.offload = offload
+        # Not an argument of its own: the signature is torch's.
+        self.offload = bool(checkpoint_fn_kwargs.pop("offload", False))
         # Scripts may import the enum from torch instead of this package: match by name.
         self.checkpoint_impl = by_name(
             CheckpointImpl, checkpoint_impl, argument="checkpoint_impl"
@@ -133,8 +132,6 @@ def checkpoint_wrapper(
     module: nn.Module,
     checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
     checkpoint_fn: Callable[..., Any] | None = None,
-    *,
-    offload: bool = False,
     **checkpoint_fn_kwargs: Any,
 ) -> nn.Module:
     """Wrap ``module`` so that its activations are recomputed in backward.
@@ -145,11 +142,10 @@ def checkpoint_wrapper(
             arguments. Default NO_REENTRANT.
         checkpoint_fn: Called as ``checkpoint_fn(module, *args, **kwargs)`` with
             ``checkpoint_fn_kwargs``. Default None: torch's ``checkpoint``.
-        offload: Keep the inputs of the module, which the recomputation needs, in host
-            memory. Copies run beside compute, and come back a module ahead of
-            backward; the inputs of at most two modules are on the device. Default
-            False.
-        **checkpoint_fn_kwargs: Keyword arguments of ``checkpoint_fn``.
+        **checkpoint_fn_kwargs: Keyword arguments of ``checkpoint_fn``. Besides,
+            ``offload=True`` keeps the inputs of the module, which the recomputation
+            needs, in host memory. Copies run beside compute, and come back a module
+            ahead of backward; those of at most two modules are on the device.
 
     Returns: the wrapper.
     Collective: none; units inside the module are all-gathered again in backward.
@@ -158,7 +154,7 @@ def checkpoint_wrapper(
     ['weight', 'bias']
     """
     return CheckpointWrapper(
-        module, checkpoint_impl, checkpoint_fn, offload=offload, **checkpoint_fn_kwargs
+        module, checkpoint_impl, checkpoint_fn, **checkpoint_fn_kwargs
     )
 
 

@@ -32,7 +32,7 @@ class offloaded(saved_tensors_hooks):  # in lower case as the class of torch
 
     def __init__(self) -> None:
         self.blocks: dict[torch.device, _Block] = {}
-        super().__init__(self._pack, _unpack)  # type: ignore[no-untyped-call]
+        super().__init__(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
         """Begin the copy to the host; a tensor that wraps others stays."""
@@ -44,7 +44,7 @@ class offloaded(saved_tensors_hooks):  # in lower case as the class of torch
 
     def __exit__(self, *error: object) -> None:
         """End the block: those before the last two leave the device."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
         for block in self.blocks.values():
             block.trail.end(block)
 
