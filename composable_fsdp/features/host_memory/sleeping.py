@@ -116,27 +116,14 @@ def sleep(
     if keep not in ("gradients", "none"):
         raise ValueError(f"sleep(keep=...) expects 'gradients' or 'none', got {keep!r}")
     trees = {require_idle(top, "sleep"): top for top in map(outermost, states)}
-    for context in trees:
-        finish_reduction(context)
     handles = [state.handle for state in states]
-    for handle in handles:
-        if has_arrived(handle) or handle.reduction.held is not None:
-            raise PhaseError(
-                f"sleep was called while gradients of {handle.name} wait for a "
-                "reduction (no_sync). Call it after the backward that reduces."
-            )
+    _settle(trees, handles)
     regions = [region for handle in handles for region in handle.layout.regions]
     if keep == "none":
         for parameter in chain(model.parameters(), *(r.graded for r in regions)):
             parameter.grad = None
         for handle in handles:
             free_cleared(handle)
-    for handle in handles:
-        for slot in (*(form.slot for form in _forms(handle)), handle.reduction.slot):
-            if slot is not None:
-                # Before the versions are noted, which this moves: what a graph saved of
-                # the slot is lost.
-                slot.leave()
     found, devices = _Asleep(states), {handle.layout.device for handle in handles}
     found.intact = list(filter(views_are_intact, regions))
     optims = _optimizers(optimizer)
@@ -208,6 +195,24 @@ def released(
         yield
     finally:
         wake(model)
+
+
+def _settle(trees: Iterable[RuntimeContext], handles: list[FlatParamHandle]) -> None:
+    """End the reductions, and leave the slots of arenas. Raises: as ``sleep``."""
+    for context in trees:
+        finish_reduction(context)
+    for handle in handles:
+        if has_arrived(handle) or handle.reduction.held is not None:
+            raise PhaseError(
+                f"sleep was called while gradients of {handle.name} wait for a "
+                "reduction (no_sync). Call it after the backward that reduces."
+            )
+    for handle in handles:
+        for slot in (*(form.slot for form in _forms(handle)), handle.reduction.slot):
+            if slot is not None:
+                # Before the versions are noted, which this moves: what a graph saved of
+                # the slot is lost.
+                slot.leave()
 
 
 def _optimizers(given: Optimizers) -> list[Optimizer]:

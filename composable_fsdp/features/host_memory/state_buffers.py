@@ -156,6 +156,22 @@ def _views(buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
     return views
 
 
+def _parts(
+    regions: list[_Region], groups: list[Group]
+) -> list[list[tuple[Group, Group]]]:
+    """Return, per region, each group with a copy that has the region's parameters."""
+    places = {id(p): at for at, r in enumerate(regions) for p in r.parameters}
+    parts: list[list[tuple[Group, Group]]] = [[] for _ in regions]
+    for group in groups:
+        members: dict[int, list[Tensor]] = {}
+        for p in group["params"]:
+            if id(p) in places:
+                members.setdefault(places[id(p)], []).append(p)
+        for at, params in members.items():
+            parts[at].append((group, {**group, "params": params}))
+    return parts
+
+
 class _States:
     """The hooks of an optimizer whose states are on the host."""
 
@@ -227,15 +243,7 @@ class _States:
             memory.new_buffer(nbytes, torch.uint8, self.device) for _ in regions[:2]
         ]
         self.lane.behind()
-        places = {id(p): at for at, r in enumerate(regions) for p in r.parameters}
-        parts: list[list[tuple[Group, Group]]] = [[] for _ in regions]
-        for group in groups:
-            members: dict[int, list[Tensor]] = {}
-            for p in group["params"]:
-                if id(p) in places:
-                    members.setdefault(places[id(p)], []).append(p)
-            for at, params in members.items():
-                parts[at].append((group, {**group, "params": params}))
+        parts = _parts(regions, groups)
         step = type(self.optimizer).step
         # Without the hooks, which run once.
         step = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
