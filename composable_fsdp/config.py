@@ -179,15 +179,23 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Selects whether sharded parameters and sharded gradients live in host memory.
+    """Selects what lives in host memory.
 
-    Raises: TypeError, if ``offload_params`` is not a bool.
+    Args:
+        offload_params: sharded parameters and sharded gradients, and with them the
+            optimizer's states. Default False.
+        offload_states: the optimizer's states alone, as by ``features.offload_states``.
+            Default False.
+
+    Raises: TypeError, if a field is not a bool.
     """
 
     offload_params: bool = False
+    offload_states: bool = False
 
     def __post_init__(self) -> None:
-        require_bool(self.offload_params, "CPUOffload(offload_params=...)")
+        for name in ("offload_params", "offload_states"):
+            require_bool(getattr(self, name), f"CPUOffload({name}=...)")
 
 
 @dataclass(frozen=True)

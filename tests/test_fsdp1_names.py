@@ -53,6 +53,8 @@ ADDED = {
     "FullyShardedDataParallel.clip_grad_norm_": ["error_if_nonfinite", "foreach"],
     "MixedPrecision.__init__": ["output_dtype"],
     "MixedPrecision": ["output_dtype"],
+    "CPUOffload.__init__": ["offload_states"],
+    "CPUOffload": ["offload_states"],
 }
 
 

@@ -7,17 +7,17 @@ dicts and from ``named_parameters``; ``checkpoint`` recomputes without a level.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from enum import Enum, auto
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from composable_fsdp.doors.wrapping import PlainNames, post_order_apply
 from composable_fsdp.features.checkpoint import run_checkpointed
+from composable_fsdp.features.host_memory.activations import offloaded
 from composable_fsdp.naming import CHECKPOINTED_MODULE
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.options import by_name
@@ -76,8 +76,7 @@ class OffloadWrapper(ActivationWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; copy its saved tensors to the host and back."""
-        # Pinned memory, which makes the copies asynchronous, requires an accelerator.
-        with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        with offloaded():
             return self._wrapped(*args, **kwargs)
 
 
@@ -92,6 +91,8 @@ class CheckpointWrapper(ActivationWrapper):
         **checkpoint_fn_kwargs: Any,
     ) -> None:
         super().__init__(mod)
+        # Not an argument of its own: the signature is torch's.
+        self.offload = bool(checkpoint_fn_kwargs.pop("offload", False))
         # Scripts may import the enum from torch instead of this package: match by name.
         self.checkpoint_impl = by_name(
             CheckpointImpl, checkpoint_impl, argument="checkpoint_impl"
@@ -103,6 +104,12 @@ class CheckpointWrapper(ActivationWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module through ``checkpoint_fn``."""
+        # Around the checkpoint: what it saves are the inputs, and nothing else.
+        with offloaded() if self.offload else nullcontext():
+            return self._checkpointed(args, kwargs)
+
+    def _checkpointed(self, args: Any, kwargs: Any) -> Any:
+        """Run the wrapped module through ``checkpoint_fn``, without offload."""
         # The reentrant mode takes positional arguments only; run_checkpointed repacks
         # keyword arguments.
         if self.checkpoint_impl is CheckpointImpl.REENTRANT:
@@ -135,7 +142,10 @@ def checkpoint_wrapper(
             arguments. Default NO_REENTRANT.
         checkpoint_fn: Called as ``checkpoint_fn(module, *args, **kwargs)`` with
             ``checkpoint_fn_kwargs``. Default None: torch's ``checkpoint``.
-        **checkpoint_fn_kwargs: Keyword arguments of ``checkpoint_fn``.
+        **checkpoint_fn_kwargs: Keyword arguments of ``checkpoint_fn``. Besides,
+            ``offload=True`` keeps the inputs of the module, which the recomputation
+            needs, in host memory. Copies run beside compute, and come back a module
+            ahead of backward; those of at most two modules are on the device.
 
     Returns: the wrapper.
     Collective: none; units inside the module are all-gathered again in backward.

@@ -93,7 +93,13 @@ moments.ORDERS.update(
     }
 )
 moments.KEEPS_PRECISION.append(keep_full_precision)
-FIRST_STEPS.append(later("composable_fsdp.features.audit.first_step", "note_step"))
+FIRST_STEPS.extend(
+    (
+        # The audit's hook after the step removes itself, and must be the last.
+        later("composable_fsdp.features.host_memory.state_buffers", "offload_planned"),
+        later("composable_fsdp.features.audit.first_step", "note_step"),
+    )
+)
 moments.NAME_NONFINITE.append(
     later("composable_fsdp.features.nonfinite", "name_nonfinite")
 )

@@ -246,7 +246,7 @@ def by_fields(
     Raises: TypeError, if ``value`` is neither.
 
     >>> by_fields(CPUOffload, CPUOffload(), argument="cpu_offload")
-    CPUOffload(offload_params=False)
+    CPUOffload(offload_params=False, offload_states=False)
     """
     if isinstance(value, kind):
         return value
@@ -305,9 +305,9 @@ def in_force(options: UnitOptions) -> dict[str, object]:
     del found["use_orig_params"]  # both values have the same effect
     # Two functions may return the same groups.
     del found["group_by"]
-    # CPUOffload(offload_params=False) equals no offload.
-    offload = options.cpu_offload
-    found["cpu_offload"] = offload is not None and offload.offload_params
+    # CPUOffload() equals no offload.
+    offload = options.cpu_offload or CPUOffload()
+    found["cpu_offload"] = offload.offload_params, offload.offload_states
     return {**found, "mixed_precision": _precision_in_force(options)}
 
 

@@ -61,6 +61,12 @@ class UnitPlan:
         return offload is not None and offload.offload_params
 
     @property
+    def has_host_states(self) -> bool:
+        """Whether the optimizer's states alone live in host memory."""
+        offload = self.options.cpu_offload
+        return offload is not None and offload.offload_states and not self.is_offloaded
+
+    @property
     def full_bytes(self) -> int:
         """Bytes of the full parameters of the unsharded unit, in the compute dtype."""
         return sum(self.full_regions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from composable_fsdp.errors import PlanError
+from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.machine import Cost
 
@@ -122,18 +123,25 @@ class OptimizerMemory(NamedTuple):
 
     def state_bytes(self, unit: UnitPlan) -> int:
         """Return the bytes of the states of this rank's shards, padding included."""
-        return _bytes(unit, self.states, self.bytes_per_element)
+        return _bytes(unit.regions, self.states, self.bytes_per_element)
 
     def temporary_bytes(self, unit: UnitPlan) -> int:
         """Return the bytes that the step allocates beside the states."""
-        return _bytes(unit, self.temporaries)
+        return _bytes(unit.regions, self.temporaries)
+
+    def buffer_bytes(self, units: Iterable[UnitPlan]) -> int:
+        """Return the bytes of the two buffers through which states on the host pass."""
+        # A buffer for the states of the largest region.
+        regions = [r for unit in units if unit.has_host_states for r in unit.regions]
+        parts = (_bytes([r], self.states, self.bytes_per_element) for r in regions)
+        return 2 * max(parts, default=0)
 
 
-def _bytes(unit: UnitPlan, tensors: int, each: float = 0) -> int:
+def _bytes(regions: Iterable[RegionLayout], tensors: int, each: float = 0) -> int:
     """Return the bytes of tensors per trainable parameter, and per element."""
     return sum(
         tensors * r.shard_numel * r.dtype.itemsize + round(each * r.shard_numel)
-        for r in unit.regions
+        for r in regions
         if r.trainable
     )
 

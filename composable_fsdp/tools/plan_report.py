@@ -36,6 +36,9 @@ _WORDS = ("unit", "", "class", "regions")
 _KEPT = ("parameters", "gradients", "optimizer")
 """Kinds that stay between steps."""
 
+_HOST_LINK = 50e9
+"""Bytes a second between host and device: what PCIe 5.0 with 16 lanes reaches."""
+
 
 def report_of(
     found: Any,
@@ -100,7 +103,11 @@ def report_of(
         "save_bytes": found.save_bytes,
         "step": _traffic(plan.traffic),
         "owners": list(_owners(plan)),
-        "further": [*_arena(plan.step_memory()), *_mixed(found.rows)],
+        "further": [
+            *_arena(plan.step_memory()),
+            *_host_states(found),
+            *_mixed(found.rows),
+        ],
         "warnings": [*notes, *plan.warnings],
     }
 
@@ -152,6 +159,20 @@ def _arena(step: StepMemory) -> Iterator[str]:
         )
 
 
+def _host_states(found: Any) -> Iterator[str]:
+    """Yield a line on optimizer states in host memory, if there are any."""
+    units = [unit for unit in found.plan.units if unit.has_host_states]
+    if units:
+        nbytes = sum(map(found.optimizer.state_bytes, units))
+        two = size_text(found.optimizer.buffer_bytes(units))
+        yield (
+            f"optimizer states on the host: {size_text(nbytes)} of "
+            f"{counted(len(units), 'unit')}, on the device two buffers of {two} in "
+            f"all, in a step of at least {2 * nbytes / _HOST_LINK * 1e3:.3g} ms (there "
+            f"and back at {_HOST_LINK / 1e9:.0f} GB/s)"
+        )
+
+
 def _owners(plan: Any) -> Iterator[str]:
     """Yield a sentence on ``map_on_owners``, for plans with ``Block.TENSOR``."""
     if any(unit.options.block is Block.TENSOR for unit in plan.units):
@@ -194,7 +215,7 @@ def text_of(report: Report, width: int | None = None) -> str:
     if report["host_bytes"]:
         lines.append(
             f"On the host: {size_text(report['host_bytes'])} per rank (parameters, "
-            "gradients and optimizer state of offloaded units)."
+            "gradients and optimizer state that are offloaded)."
         )
     saved = size_text(report["save_bytes"])
     lines.append(f"async_save holds {saved} of host memory per rank.")

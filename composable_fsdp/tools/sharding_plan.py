@@ -165,13 +165,16 @@ class ShardingPlan:
         The last moment is the optimizer's step; ``device_type`` is as in ``peak``.
         """
         units = [u for u in self.units if device_type == "cpu" or not u.is_offloaded]
+        # On the CPU the host's memory is the device's.
+        held = [u for u in units if device_type == "cpu" or not u.has_host_states]
+        states = sum(map(optimizer.state_bytes, held))
         step = self.step_memory(device_type=device_type)
         # The optimizer steps after backward, when no full parameters are left, but the
         # slots of an arena. What stays from step to step is there at every moment.
         end = Memory(
             parameters=sum(unit.parameter_bytes for unit in units),
             gradients=sum(unit.gradient_bytes for unit in units),
-            optimizer=sum(map(optimizer.state_bytes, units)),
+            optimizer=states + optimizer.buffer_bytes(units),
             full=step.kept[0],
             reduce=step.kept[1],
             temporaries=sum(map(optimizer.temporary_bytes, units)),
@@ -185,7 +188,7 @@ class ShardingPlan:
                     now._replace(
                         parameters=end.parameters,
                         gradients=now.gradients + own,
-                        optimizer=end.optimizer,
+                        optimizer=states,
                     ),
                     event,
                 )
@@ -385,8 +388,11 @@ class Forecast:
         # On CPU the host's memory is the device's, which the moments count.
         if self.device_type == "cpu":
             return 0
-        offloaded = [unit for unit in self.plan.units if unit.is_offloaded]
-        return self.plan.host_bytes + sum(map(self.optimizer.state_bytes, offloaded))
+        return self.plan.host_bytes + sum(
+            self.optimizer.state_bytes(unit)
+            for unit in self.plan.units
+            if unit.is_offloaded or unit.has_host_states
+        )
 
     @property
     def save_bytes(self) -> int:
