@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from composable_fsdp.features.training.even_batches import (
         even_batches as even_batches,
     )
+    from composable_fsdp.features.unused.call_where import call_where as call_where
     from composable_fsdp.features.wires.formats import Float8Wire as Float8Wire
     from composable_fsdp.features.wires.formats import Int8Wire as Int8Wire
 
@@ -74,6 +75,7 @@ _resolve, __all__ = resolver(
         "features.owners.owner_state": "OwnerState",
         "features.replicas": "load_replica_state_dict replica_state_dict",
         "features.training.even_batches": "even_batches",
+        "features.unused.call_where": "call_where",
         "features.wires.formats": "Float8Wire Int8Wire",
     }
 )
