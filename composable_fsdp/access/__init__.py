@@ -1,10 +1,13 @@
-"""Settings of the step, under the names of FSDP2's methods."""
+"""Settings of the step, under the names of FSDP2's methods; and whole weights."""
 
 from typing import TYPE_CHECKING
 
 from composable_fsdp.lazy import resolver
 
 if TYPE_CHECKING:
+    from composable_fsdp.access.hand_over import Transfer as Transfer
+    from composable_fsdp.access.hand_over import boxes as boxes
+    from composable_fsdp.access.hand_over import transfer_plan as transfer_plan
     from composable_fsdp.access.manual import full_shape as full_shape
     from composable_fsdp.access.settings import (
         set_gradient_divide_factor as set_gradient_divide_factor,
@@ -36,10 +39,15 @@ if TYPE_CHECKING:
     from composable_fsdp.access.settings import (
         set_separate_reduce_scatter_group as set_separate_reduce_scatter_group,
     )
+    from composable_fsdp.access.stream import StreamPlan as StreamPlan
+    from composable_fsdp.access.stream import stream_full as stream_full
+    from composable_fsdp.access.stream import stream_plan as stream_plan
 
 _resolve, __all__ = resolver(
     {
+        "access.hand_over": "Transfer boxes transfer_plan",
         "access.manual": "full_shape",
+        "access.stream": "StreamPlan stream_full stream_plan",
         "access.settings": (
             "set_gradient_divide_factor set_is_last_backward "
             "set_modules_to_backward_prefetch set_modules_to_forward_prefetch "

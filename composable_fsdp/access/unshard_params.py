@@ -90,16 +90,14 @@ def unshard_params(
     >>> with unshard_params(model, writeback=True):
     ...     model.head.weight.data.zero_()
     """
-    around = _units_around(module) if recurse else []
-    if around:
-        below = _get_fsdp_states(module)
+    if recurse:
+        states = units_with_parts(module, "unshard_params")
     else:
-        what = "unshard_params" if recurse else "unshard_params(recurse=False)"
-        below = units_of(module, what, recurse=recurse)
+        states = units_of(module, "unshard_params(recurse=False)", recurse=False)
     with (
-        _summoned([*around, *below], rank0_only=rank0_only),
+        _summoned(states, rank0_only=rank0_only),
         _unshard_states(
-            [*around, *below],
+            states,
             writeback=writeback,
             rank0_only=rank0_only,
             offload_to_cpu=offload_to_cpu,
@@ -110,9 +108,12 @@ def unshard_params(
         yield
 
 
-def _units_around(module: nn.Module) -> list[_FSDPState]:
-    """Return the units above with parameters below ``module``, outermost first."""
-    require_module(module, "unshard_params")
+def units_with_parts(module: nn.Module, what: str) -> list[_FSDPState]:
+    """Return the units above with parameters below ``module``, then the units there.
+
+    Raises: CompositionError, if there is none; TypeError, if ``module`` is no module.
+    """
+    require_module(module, what)
     inside = {id(each): each for each in walk.modules(module)}
     found: dict[int, _FSDPState] = {}
     for each in inside.values():
@@ -121,7 +122,9 @@ def _units_around(module: nn.Module) -> list[_FSDPState]:
             owners = state.handle.layout.owners
             if id(state) not in found and any(id(m) in inside for m in owners):
                 found[id(state)] = state
-    return list(found.values())
+    if not found:
+        return units_of(module, what, recurse=True)
+    return [*found.values(), *_get_fsdp_states(module)]
 
 
 @contextmanager
@@ -138,7 +141,7 @@ def _summoned(
     # All trees are settled before the first is marked, so that a refusal marks none.
     trees = [(require_idle(state, what), state) for state in firsts.values()]
     for context, state in trees:
-        context.summoned = Summon(state, rank0_only)
+        context.summoned = Summon(state, rank0_only, what)
     try:
         yield
     finally:

@@ -266,7 +266,13 @@ def all_to_all(
     )
 
 
-def broadcast(tensor: Tensor, group: dist.ProcessGroup, *, rank: int = 0) -> None:
+def broadcast(
+    tensor: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    rank: int = 0,
+    async_op: bool = False,
+) -> Operation | None:
     """Copy ``tensor`` of a single rank to every rank, in place."""
     _note("broadcast", [tensor], group)
     first = dist.get_global_rank(group, rank)
@@ -274,9 +280,10 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, *, rank: int = 0) -> Non
     # A number alone (0-D) has no view of another size.
     if tensor.dtype not in _AS_IS and tensor.is_contiguous():
         sent = tensor.reshape(-1).view(torch.uint8)
-    _send(
+    return _send(
         begin("broadcast", group, tensor),
         lambda later: dist.broadcast(sent, src=first, group=group, async_op=later),
+        async_op=async_op,
     )
 
 

@@ -150,7 +150,7 @@ def inside_block(context: RuntimeContext, call: str) -> PhaseError:
     """Return the error of a ``call`` inside the running block of ``unshard_params``."""
     assert context.summoned is not None
     return PhaseError(
-        f"{call} was called inside unshard_params of {context.summoned.name}, where "
+        f"{call} was called inside {context.summoned.name}, where "
         "the parameters are yours to change. Call it after the block: forward and "
         "backward gather by themselves, and register_forward_method(module, name) has "
         "another method do so."

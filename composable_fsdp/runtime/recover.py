@@ -309,7 +309,7 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
         )
     if context.summoned is not None:
         raise PhaseError(
-            f"{what} was called on {state.name} inside unshard_params of "
+            f"{what} was called on {state.name} inside "
             f"{context.summoned.name}; the two would write the same shards. Call it "
             "after the block."
         )

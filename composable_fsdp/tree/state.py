@@ -230,17 +230,18 @@ class MarkedUnits(NamedTuple):
 
 
 class Summon(NamedTuple):
-    """A running block of ``unshard_params``."""
+    """A running block of ``unshard_params``, or of ``what`` works like it."""
 
     state: _FSDPState
     """The unit on which ``unshard_params`` was called."""
     rank0_only: bool
     """Whether the block shows full parameters on rank 0 only."""
+    what: str = "unshard_params"
 
     @property
     def name(self) -> str:
-        """The name of the unit as error messages print it."""
-        return self.state.name
+        """The function and the unit as error messages print them."""
+        return f"{self.what} of {self.state.name}"
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,363 @@
+"""``stream_full``: whole tensors, bucket by bucket."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable_fsdp import (
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+    unshard_params,
+)
+from composable_fsdp.access import stream_full, stream_plan
+from composable_fsdp.errors import CompositionError, DesyncError, PhaseError
+from composable_fsdp.features import flat_parameters
+from tests.parallel.models import (
+    Recipe,
+    batch,
+    mesh_of,
+    sharded,
+)
+from tests.parallel.models import (
+    loss_of as parallel_loss,
+)
+from tests.support.memory import LiveBytes
+from tests.support.models import TinyGPT
+from tests.support.on_ranks import on_ranks
+from tests.support.reference import backward, gpt_input, loss_of
+from tests.support.sharded import both_paths, gpt, message_of
+from tests.support.world import World
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"strategy": ShardingStrategy.NO_SHARD},
+    {"cpu_offload": CPUOffload(offload_params=True)},
+    {"mixed_precision": MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)},
+]
+
+
+def require_state_dict(model: nn.Module, **how: Any) -> dict[str, Tensor]:
+    """What comes is what the full state dict holds, bit by bit; returns it."""
+    found = dict(stream_full(model, **how))
+    expected = model.state_dict()
+    assert sorted(found) == sorted(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value.to(found[name].device)), name
+    return found
+
+
+@both_paths
+@pytest.mark.parametrize("max_bytes", [1, 3000, 1 << 30])
+@pytest.mark.parametrize("options", KINDS)
+@on_ranks(1, 2, 3)
+def test_all_tensors_come_as_the_last_step_left_them(
+    world: World, path: str, options: dict[str, Any], max_bytes: int
+) -> None:
+    """As in the state dict, at any size of a bucket; tied ones under each name."""
+    model = gpt(path, tied_head=True, **options)
+    plain = TinyGPT(tied_head=True).state_dict()
+    found = dict(stream_full(model, max_bytes=max_bytes))
+    assert all(torch.equal(found[name], value) for name, value in plain.items())
+    optimizer = torch.optim.Adam(model.parameters())
+    backward(loss_of(model, gpt_input(0, world.rank)))
+    optimizer.step()
+
+    found = require_state_dict(model, max_bytes=max_bytes)
+
+    assert not torch.equal(found["head.weight"], plain["head.weight"])
+    assert found["head.weight"] is found["tokens.weight"]
+    backward(loss_of(model, gpt_input(1, world.rank)))
+
+
+class WithBuffers(nn.Module):
+    """Running averages, a table that is not saved, a scalar, images, a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.images = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(8)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.frozen = nn.Linear(8, 5).requires_grad_(False)
+        self.adapter = nn.Linear(5, 2, bias=False)
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = self.norm(self.images(x)).mean((2, 3)) * self.scale
+        out: Tensor = self.adapter(self.frozen(pooled)) + self.empty.sum()
+        return out
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("max_bytes", [200, 1 << 20])
+@on_ranks(2, 3)
+def test_persistent_buffers_and_ignored_parameters_come_behind_the_units(
+    world: World, max_bytes: int, low: bool
+) -> None:
+    """And are copies; a buffer that mixed precision has cast has its own dtype."""
+    model = WithBuffers()
+    half = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
+    fully_shard(model.norm, mixed_precision=half if low else None)
+    fully_shard(
+        model,
+        ignored_states=[model.adapter.weight],
+        mixed_precision=half if low else None,
+    )
+    model.adapter.bfloat16() if low else None
+    model(torch.ones(2, 3, 4, 4))
+
+    found = require_state_dict(model, max_bytes=max_bytes)
+
+    assert list(found)[-4:] == [
+        "adapter.weight",
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    ]
+    assert "table" not in found
+    for name in ("adapter.weight", "norm.running_mean"):
+        found[name].fill_(9)  # a copy
+    assert not torch.equal(
+        model.state_dict()["adapter.weight"], found["adapter.weight"]
+    )
+
+
+@pytest.mark.parametrize("max_bytes", [1, 700, 1 << 30])
+@on_ranks(4)
+def test_replicas_and_flat_parameters_give_the_same(
+    world: World, max_bytes: int
+) -> None:
+    """A pair of replicas of a pair of shards; optimizers that step flat buffers."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    hybrid = {"strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+    for options in (hybrid, {}):
+        model = gpt("composable", **options)
+        optimizer = torch.optim.SGD(flat_parameters(model), lr=0.1)
+        backward(loss_of(model, gpt_input(0, world.rank)))
+        optimizer.step()
+        require_state_dict(model, max_bytes=max_bytes)
+        for ranks in ([0], [3, 1], [2]):
+            found = dict(stream_full(model, max_bytes=max_bytes, ranks=ranks))
+            expected = model.state_dict() if world.rank in ranks else {}
+            if not expected:
+                model.state_dict()
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@on_ranks(2)
+def test_names_and_a_dtype_choose_what_is_sent(world: World) -> None:
+    """In the order of the model; also of a part of a unit."""
+    model = gpt("composable", tied_head=True)
+    names = ["head.weight", "blocks.1.norm_1.bias", "positions.weight"]
+
+    found = dict(stream_full(model, names=names, dtype=torch.bfloat16))
+    part = dict(stream_full(model.blocks[0], names=["norm_1.weight"]))
+
+    expected = model.state_dict()
+    assert [*found] == [names[0], names[2], names[1]]
+    for name in names:
+        assert torch.equal(found[name], expected[name].bfloat16())
+    assert torch.equal(part["norm_1.weight"], expected["blocks.0.norm_1.weight"])
+    with pytest.raises(CompositionError, match=r"no persistent buffer 'blocks.7.w'"):
+        next(stream_full(model, names=["blocks.7.w"]))
+    with pytest.raises(ValueError, match="max_bytes is 0"):
+        stream_full(model, max_bytes=0)
+    with pytest.raises(ValueError, match=r"ranks is \(2,\); expected global ranks"):
+        stream_full(model, ranks=[2])
+    with pytest.raises(ValueError, match="tensor_parallel is 'all'"):
+        stream_full(model, tensor_parallel="all")  # type: ignore[arg-type]  # misuse
+
+
+@pytest.mark.parametrize("how", ["whole", "local"])
+@pytest.mark.parametrize("hidden", [32, 11])
+@pytest.mark.parametrize("max_bytes", [1, 700, 1 << 30])
+@on_ranks(4)
+def test_tensor_parallel_parts_come_whole_or_as_they_are(
+    world: World, max_bytes: int, hidden: int, how: Any
+) -> None:
+    """Also parts that differ in size, whose ranks have other regions."""
+    mesh = mesh_of(world, 2)
+    model = sharded(Recipe(hidden=hidden, tied=True).parallel(mesh), mesh)
+    backward(parallel_loss(model, batch(0, mesh["dp"].get_local_rank())))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    expected = model.state_dict()
+    if how == "local":
+        with unshard_params(model):
+            local: Any = dict(model.named_parameters(remove_duplicate=False))
+            expected = {
+                name: getattr(value, "_local_tensor", value).detach().clone()
+                for name, value in local.items()
+            }
+
+    for ranks in (None, [0], [3, 2]):
+        given = stream_full(
+            model, max_bytes=max_bytes, ranks=ranks, tensor_parallel=how
+        )
+        found = dict(given)
+        if ranks is None or world.rank in ranks:
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[n], v) for n, v in expected.items())
+        else:
+            assert not found
+
+
+class Ended(Exception):
+    """What a caller raises."""
+
+
+def leave(way: str, given: Iterator[tuple[str, Tensor]], after: int) -> None:
+    """Take some tensors and no more."""
+    for _ in range(after):
+        next(given)
+    if way == "raise":
+        for _ in given:
+            raise Ended
+    if way == "close":
+        given.close()  # type: ignore[attr-defined]  # a generator
+    del given
+    gc.collect()
+
+
+@pytest.mark.parametrize("way", ["raise", "close", "collect"])
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("after", [1, 4, 27])
+@on_ranks(2, 3)
+def test_a_rank_that_leaves_ends_the_iteration_of_all(
+    world: World, after: int, prefetch: bool, way: str
+) -> None:
+    """By name and without a hang, also in the last bucket; then training goes on."""
+    model = gpt("composable")
+    given = stream_full(model, max_bytes=2000, prefetch=prefetch)
+    if world.rank == 1:
+        names = [next(given)[0] for _ in range(1)]
+        assert names
+        del names
+        with suppress(Ended):
+            leave(way, given, after - 1)
+        del given
+        gc.collect()
+    else:
+        with pytest.raises(DesyncError, match="Rank 1 left stream_full of TinyGPT"):
+            dict(given)
+    backward(loss_of(model, gpt_input(0, world.rank)))
+    require_state_dict(model)
+
+
+@on_ranks(2)
+def test_ranks_may_leave_together(world: World) -> None:
+    """At the same tensor; nothing waits, and nothing is raised."""
+    model = gpt("composable")
+    for _, _ in stream_full(model, max_bytes=1):
+        break
+    next(stream_full(model))
+    require_state_dict(model)
+    backward(loss_of(model, gpt_input(0, world.rank)))
+
+
+@on_ranks(2)
+def test_a_stream_is_refused_in_a_step_and_a_step_in_a_stream(world: World) -> None:
+    """Errors by name, with the way out."""
+    model = gpt("composable")
+    said: list[str] = []
+
+    def inside(*_: object) -> None:
+        said.append(message_of(partial(stream_full, model)))
+
+    hook = model.blocks[0].register_forward_pre_hook(inside)
+    loss = loss_of(model, gpt_input(0, world.rank))
+    hook.remove()
+    assert "stream_full was called on" in said[0]
+    assert "Call it between steps" in said[0]
+    with unshard_params(model):
+        assert "Call it after the block" in message_of(partial(stream_full, model))
+    backward(loss)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = stream_full(model, max_bytes=1)
+    next(given)
+    with pytest.raises(PhaseError, match=r"inside stream_full of \(root\)"):
+        loss_of(model, gpt_input(0, world.rank))
+    with pytest.raises(PhaseError, match=r"inside stream_full of \(root\)"):
+        model.state_dict()
+    optimizer.step()
+    with pytest.raises(PhaseError, match="Step the optimizer behind the loop"):
+        dict(given)
+    require_state_dict(model)
+
+
+def peak_of(model: nn.Module, **how: Any) -> int:
+    """The most bytes that are alive beside the shards while the tensors come."""
+    with LiveBytes() as live:
+        for parameter in model.parameters():
+            parameter.detach()
+        before = live.now
+        live.reset()
+        for _ in stream_full(model, **how):
+            pass
+    return live.peak - before
+
+
+SIZES = [{"max_bytes": n} for n in (1, 900, 5000, 1 << 30)]
+
+
+@pytest.mark.parametrize("how", [*SIZES, {"dtype": torch.bfloat16, "max_bytes": 900}])
+@pytest.mark.parametrize("to", [None, [0]])
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("strategy", [*ShardingStrategy][:3])
+@on_ranks(1, 2, 3)
+def test_device_memory_is_that_of_the_plan_to_the_byte(
+    world: World,
+    strategy: ShardingStrategy,
+    prefetch: bool,
+    to: list[int] | None,
+    how: dict[str, Any],
+) -> None:
+    """Shards and two buckets; ranks that do not receive hold none."""
+    model = gpt("composable", tied_head=True, strategy=strategy)
+    dict(stream_full(model))
+    planned = stream_plan(model, ranks=to, **how)
+
+    peak = peak_of(model, ranks=to, prefetch=prefetch, **how)
+
+    assert peak == planned.peak_nbytes
+    sizes = [bucket.nbytes for bucket in planned.buckets]
+    if to is not None and world.rank not in to and "dtype" not in how:
+        assert sizes == [0] * len(sizes)
+    else:
+        assert all(
+            size <= how["max_bytes"] or len(bucket.names) <= 2
+            for size, bucket in zip(sizes, planned.buckets, strict=True)
+        )
+
+
+@pytest.mark.parametrize("max_bytes", [1, 900, 1 << 30])
+@pytest.mark.parametrize("how", ["whole", "local"])
+@pytest.mark.parametrize("hidden", [32, 11])
+@on_ranks(2, 4)
+def test_memory_with_tensor_parallelism_is_within_the_plan(
+    world: World, hidden: int, how: Any, max_bytes: int
+) -> None:
+    """Local parts to the byte; joined ones with room for what torch makes of one."""
+    mesh = mesh_of(world, world.world_size // 2)
+    model = sharded(Recipe(hidden=hidden).parallel(mesh), mesh)
+    dict(stream_full(model, tensor_parallel=how))
+    planned = stream_plan(model, max_bytes=max_bytes, tensor_parallel=how)
+
+    peak = peak_of(model, max_bytes=max_bytes, tensor_parallel=how)
+
+    largest = max(value.nbytes for value in Recipe(hidden=hidden).plain().parameters())
+    assert peak <= planned.peak_nbytes <= peak + (how == "whole") * 3 * largest
+    assert how == "whole" or peak == planned.peak_nbytes
