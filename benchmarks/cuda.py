@@ -1,7 +1,7 @@
 """On one GPU: the whole report, dated, into ``benchmarks/reports``.
 
-Llama-3-8B (``benchmarks.llama``), the GPU tests, step time in bf16 beside FSDP1 and
-FSDP2, constant peaks, overlap in a trace, and a step in a CUDA graph::
+Llama-3-8B (``benchmarks.llama``), sleep and wake, the GPU tests, step time in bf16
+beside FSDP1 and FSDP2, constant peaks, overlap in a trace, and a step in a CUDA graph::
 
     python -m benchmarks.cuda                 # a few minutes; says if there is no GPU
     python -m benchmarks.cuda --device cpu    # the same code at a tiny size, no report
@@ -28,7 +28,7 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks import llama
+from benchmarks import llama, sleeping
 from benchmarks.captured import captured_step
 from benchmarks.device_steps import (
     SIZES,
@@ -239,6 +239,7 @@ def _measure(device: torch.device, options: argparse.Namespace) -> int:
         # First: the figures that are compared with other libraries'.
         small = [] if device.type == "cuda" else ["--small", "--how", "eager"]
         llama.main(["--device", device.type, "--rounds", "3", *small])
+    sleeping.measure(device)
     passed = options.no_tests or _run_tests()
     for kind in options.world:
         run(kind, device, options)

@@ -27,7 +27,12 @@ from composable_fsdp.runtime.offload import synchronize_copy_stream
 from composable_fsdp.runtime.recover import require_idle
 from composable_fsdp.runtime.unshard import free_oldest
 from composable_fsdp.tree.root import compare_models, ensure_root, meet_over, outermost
-from composable_fsdp.tree.state import Summon, _FSDPState, _get_module_fsdp_state
+from composable_fsdp.tree.state import (
+    Summon,
+    _FSDPState,
+    _get_module_fsdp_state,
+    is_in_block,
+)
 from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
 
 Route = tuple[dist.ProcessGroup, ...]
@@ -141,7 +146,7 @@ def _summoned(
     # All trees are settled before the first is marked, so that a refusal marks none.
     trees = [(require_idle(state, what), state) for state in firsts.values()]
     for context, state in trees:
-        context.summoned = Summon(state, rank0_only, what)
+        context.summoned = Summon(state, rank0_only, what=what)
     try:
         yield
     finally:
@@ -169,7 +174,7 @@ def _unshard_params_recurse(
     The name and the arguments are FSDP1's. Collective, Raises: as ``unshard_params``.
     """
     # Inside another block of the tree the mark is set already.
-    marked = [state] if ensure_root(state).summoned is None else []
+    marked = [] if is_in_block(ensure_root(state)) else [state]
     with (
         _summoned(marked, rank0_only=rank0_only),
         _unshard_states(

@@ -36,8 +36,13 @@ from composable_fsdp.tree import moments
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import _FSDPState
 
-UNSHARDED: set[int] = set()
-"""Identities of the handles whose full parameters a block shows now."""
+UNSHARDED: dict[int, str] = {}
+"""Why optimizers may not step on a unit now, by identity of the handle; ``{}`` in the
+text stands for the name of a parameter."""
+_SHOWN = (
+    "inside unshard_params, which shows {} full; the end of the block would write the "
+    "full values over the step. Call it after the block."
+)
 
 
 class UnshardedUnit:
@@ -302,7 +307,7 @@ def _unshard_state(
     if Phase.SUMMON not in handle.phase.followers:
         raise illegal_move(handle.name, handle.phase, Phase.SUMMON)
     handle.phase = Phase.SUMMON
-    UNSHARDED.add(id(handle))
+    UNSHARDED[id(handle)] = _SHOWN
     # The optimizer wrote the shards on the caller's stream.
     context.streams.wait_for_caller()
     unit = UnshardedUnit(handle, rank0_only=rank0_only)
@@ -318,7 +323,7 @@ def _unshard_state(
     finally:
         # Also after an exception, so that the unit is sharded and can run again.
         handle.phase = Phase.IDLE
-        UNSHARDED.discard(id(handle))
+        UNSHARDED.pop(id(handle), None)
         # The full parameters outlive the block.
         for leaf in unit.leaves if with_grads else ():
             leaf.grad = None

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
         flat_parameter_groups as flat_parameter_groups,
     )
     from composable_fsdp.features.flat_params import flat_parameters as flat_parameters
+    from composable_fsdp.features.host_memory.sleeping import released as released
+    from composable_fsdp.features.host_memory.sleeping import sleep as sleep
+    from composable_fsdp.features.host_memory.sleeping import wake as wake
     from composable_fsdp.features.nonfinite import NonFinite as NonFinite
     from composable_fsdp.features.nonfinite import find_nonfinite as find_nonfinite
     from composable_fsdp.features.owners.map_on_owners import (
@@ -70,6 +73,7 @@ _resolve, __all__ = resolver(
         ),
         "features.comm_hooks.int8_exchange": "int8_all_to_all_hook",
         "features.flat_params": "flat_parameter_groups flat_parameters",
+        "features.host_memory.sleeping": "released sleep wake",
         "features.nonfinite": "NonFinite find_nonfinite",
         "features.owners.map_on_owners": "map_on_owners",
         "features.owners.owner_state": "OwnerState",

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree
 
+from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import find_leaf
 
 _log = logging.getLogger("composable_fsdp")
@@ -84,6 +85,8 @@ class _Graph:
 
     inputs: list[Tensor]
     settings: Hashable = None
+    moves: int = 0
+    """``memory.moves`` at the capture."""
     replay: Callable[[], None] | None = None
     output: Any = None
 
@@ -147,13 +150,18 @@ class CapturedStep(Generic[P, T]):
             for name, value in group.items()
             if isinstance(value, (int, float, tuple))
         )
+        moved = graph.moves != memory.moves()
         if graph.replay is not None:
-            if graph.settings == settings:
+            if graph.settings == settings and not moved:
                 return True
-            # The graph computes with the numbers of its capture.
+            # The graph computes with the numbers of its capture, and at the addresses.
             graph.replay = None
+            self.captures -= moved
+            if not any(each.replay for each in self._graphs.values()):
+                # Torch has freed the pool together with the last graph.
+                self._pool = None
             return False
-        graph.settings = settings
+        graph.settings, graph.moves = settings, memory.moves()
         if self.reason is None and self.captures >= self.max_graphs:
             self._give_up(
                 f"{self.captures} graphs (max_graphs) were captured for other shapes "

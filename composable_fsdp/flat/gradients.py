@@ -94,12 +94,16 @@ def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
 
 def views_are_intact(region: FlatParameter) -> bool:
     """Return whether the views still view the flat gradient, if the latter exists."""
-    if region.gradient.shard is None:
-        return True
-    # ``p.grad.data = ...`` replaces the memory of a view. ``data_ptr()`` of an empty
-    # view is 0.
-    places = [0 if view is None else view.data_ptr() for view in region.gradient.views]
-    return region.gradient.places == (region.gradient.shard.data_ptr(), *places)
+    # ``p.grad.data = ...`` replaces the memory of a view.
+    return region.gradient.places == places_of(region)
+
+
+def places_of(region: FlatParameter) -> tuple[int, ...]:
+    """Return the addresses of the flat gradient and its views, 0 of an empty view."""
+    shard, views = region.gradient.shard, region.gradient.views
+    if shard is None:
+        return ()
+    return (shard.data_ptr(), *[0 if v is None else v.data_ptr() for v in views])
 
 
 def free_cleared(handle: FlatParamHandle) -> None:

@@ -65,6 +65,20 @@ def move(views: Iterable[Tensor], home: Tensor, *, since: int) -> None:
         each.data = home.as_strided(each.size(), each.stride(), place)
 
 
+_moves = 0
+
+
+def note_move() -> None:
+    """Count that buffers which live across steps have come to other addresses."""
+    global _moves
+    _moves += 1
+
+
+def moves() -> int:
+    """Return how often ``note_move`` was called."""
+    return _moves
+
+
 def is_allocated(tensor: Tensor) -> bool:
     """Return whether ``tensor`` may be read; always True for an empty tensor."""
     return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0

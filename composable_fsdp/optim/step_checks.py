@@ -138,14 +138,11 @@ def require_elementwise(optim: object) -> None:
 
 
 def require_outside_unshard_params(optim: Optimizer) -> None:
-    """Refuse a step on sharded parameters while ``unshard_params`` shows full ones."""
+    """Refuse a step on sharded parameters that are shown full, or asleep."""
     for held in held_by(optim) if UNSHARDED else ():
-        if held.handle.phase is Phase.SUMMON:
-            raise PhaseError(
-                f"{type(optim).__name__}.step() was called inside unshard_params, "
-                f"which shows {held.name} full; the end of the block would write the "
-                "full values over the step. Call it after the block."
-            )
+        if why := UNSHARDED.get(id(held.handle)):
+            call = f"{type(optim).__name__}.step() was called"
+            raise PhaseError(f"{call} {why.format(held.name)}")
 
 
 def steps_on_full_params(optim: Optimizer) -> bool:

@@ -147,14 +147,9 @@ def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> 
 
 
 def inside_block(context: RuntimeContext, call: str) -> PhaseError:
-    """Return the error of a ``call`` inside the running block of ``unshard_params``."""
+    """Return the error of a ``call`` while ``context.summoned`` refuses it."""
     assert context.summoned is not None
-    return PhaseError(
-        f"{call} was called inside {context.summoned.name}, where "
-        "the parameters are yours to change. Call it after the block: forward and "
-        "backward gather by themselves, and register_forward_method(module, name) has "
-        "another method do so."
-    )
+    return context.summoned.refusal(f"{call} was called")
 
 
 def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -> None:

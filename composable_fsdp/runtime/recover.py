@@ -308,11 +308,7 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
             "by turns. Call it after loss.backward() has returned."
         )
     if context.summoned is not None:
-        raise PhaseError(
-            f"{what} was called on {state.name} inside "
-            f"{context.summoned.name}; the two would write the same shards. Call it "
-            "after the block."
-        )
+        raise context.summoned.refusal(f"{what} was called on {state.name}")
     if context.tasks:
         threads.require_no_other_backward(context)
         recover(context, drop_gradients=True)

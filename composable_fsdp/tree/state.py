@@ -20,7 +20,7 @@ from torch import nn
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.compose.registry import OwnerMap
-from composable_fsdp.errors import NotRootError
+from composable_fsdp.errors import NotRootError, PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle, FullForm
 from composable_fsdp.flat.use_order import ChangedFlag, UseOrder, backward_mode
 from composable_fsdp.naming import quoted
@@ -180,7 +180,7 @@ class RuntimeContext:
         self.reducing: Reduction | None = None
         """The reduction that was issued last and is not finished."""
         self.summoned: Summon | None = None
-        """The running block of ``unshard_params``."""
+        """The running block of ``unshard_params``, or the sleep of the tree."""
         self.is_checked = False
         """Whether the first forward has made its extra checks."""
         self.observers: tuple[Observer, ...] = ()  # empty in steady steps
@@ -230,18 +230,36 @@ class MarkedUnits(NamedTuple):
 
 
 class Summon(NamedTuple):
-    """A running block of ``unshard_params``, or of ``what`` works like it."""
+    """A running block of ``unshard_params``, or another reason to refuse a step."""
 
     state: _FSDPState
     """The unit on which ``unshard_params`` was called."""
     rank0_only: bool
     """Whether the block shows full parameters on rank 0 only."""
+    is_block: bool = True
+    """Whether further blocks of ``unshard_params`` may run inside."""
+    why: str = (
+        "inside {}, where the parameters are yours to change. Call "
+        "it after the block: forward and backward gather by themselves, and "
+        "register_forward_method(module, name) has another method do so."
+    )
+    """Where a call is refused, and the way out; ``{}`` stands for ``name``."""
     what: str = "unshard_params"
+
+    def refusal(self, call: str) -> PhaseError:
+        """Return the error of a ``call``: who was called on what."""
+        name = self.name if self.is_block else self.state.name
+        return PhaseError(f"{call} {self.why.format(name)}")
 
     @property
     def name(self) -> str:
         """The function and the unit as error messages print them."""
         return f"{self.what} of {self.state.name}"
+
+
+def is_in_block(context: RuntimeContext) -> bool:
+    """Return whether a block of ``unshard_params`` runs that others may join."""
+    return context.summoned is not None and context.summoned.is_block
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,329 @@
+"""Models that sleep: what they hold leaves the device and comes back.
+
+What has memory is a storage: the shard of a region, a flat gradient, a state, a buffer.
+Each is copied as bytes, and resized to 0. Tensors and storages stay the same objects,
+so leaves, views, optimizers and hooks hold after the way back, whatever they are of.
+Meanwhile a kernel over such a tensor would crash: the tensors that a user can reach
+show empty data. Seam: ``RuntimeContext.summoned``, by which calls are refused.
+
+The bytes come back at other addresses, because memory that is free belongs to everybody
+in the meantime. What is captured in a CUDA graph cannot follow: ``memory.moves`` tells
+a ``capture`` to record its graphs again. The slots of an arena, whose address is fixed
+from then on, hold nothing between steps: they are left, and the first all-gather after
+the way back takes new ones, before a graph is captured.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree
+
+from composable_fsdp.access.block import block
+from composable_fsdp.access.settings import units_of
+from composable_fsdp.access.unsharded_unit import UNSHARDED
+from composable_fsdp.errors import PhaseError
+from composable_fsdp.flat import memory
+from composable_fsdp.flat.build import leaf_memory
+from composable_fsdp.flat.gradients import (
+    free_cleared,
+    has_arrived,
+    places_of,
+    views_are_intact,
+)
+from composable_fsdp.flat.handle import FlatParamHandle, FullForm
+from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.naming import listed, quoted
+from composable_fsdp.phases import Phase
+from composable_fsdp.runtime.recover import require_idle
+from composable_fsdp.runtime.reduce import finish_reduction
+from composable_fsdp.tools.storages import parts_of
+from composable_fsdp.tree.root import outermost
+from composable_fsdp.tree.state import RuntimeContext, Summon, _FSDPState
+
+Optimizers = Optimizer | Iterable[Optimizer] | None
+_WHY = (
+    "while {} sleeps in host memory. Call composable_fsdp.features.wake(model) before."
+)
+
+
+@dataclass(eq=False)
+class _Asleep:
+    """What a call of ``sleep`` took away."""
+
+    states: list[_FSDPState]
+    hooks: list[Any] = field(default_factory=list)
+    """Of the optimizers: refuse steps and state dicts."""
+    shown: dict[int, tuple[str, Tensor, int, Tensor]] = field(default_factory=dict)
+    """By identity: name, tensor that shows empty data, version, and its true data."""
+    stored: dict[int, tuple[torch.UntypedStorage, Tensor]] = field(default_factory=dict)
+    """By identity: storage, and its bytes on the host ``(nbytes,)``."""
+    intact: list[FlatParameter] = field(default_factory=list)
+    """Regions whose gradients are views of the flat gradient."""
+
+    def hide(self, name: str, tensor: Tensor, devices: set[torch.device]) -> None:
+        """Note the memory of a tensor on one of ``devices``."""
+        for part in parts_of(tensor):
+            if part.device not in devices or not part.numel():
+                continue
+            storage = part.untyped_storage()
+            # Memory of another library, as of numpy, is not ours to free.
+            if part.layout is torch.strided and storage.resizable():
+                version = -1 if part.is_inference() else part._version
+                self.shown.setdefault(id(part), (name, part, version, part.data))
+                self.stored.setdefault(storage._cdata, (storage, _NOTHING))
+
+
+_NOTHING = torch.empty(0, device="cpu")
+_asleep: WeakKeyDictionary[RuntimeContext, _Asleep] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[RuntimeContext, dict[int, list[Tensor]]] = WeakKeyDictionary()
+"""Host memory of earlier sleeps, by size: pinning takes longer than the copy."""
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def sleep(
+    model: nn.Module, optimizer: Optimizers = None, *, keep: str = "gradients"
+) -> None:
+    """Move parameters, gradients, buffers and states to the host, until ``wake``.
+
+    Afterwards the model holds no device memory, for an inference engine to use. Each
+    storage has a pinned host buffer, kept for the next sleep. A forward, a step, a
+    save or a state dict is an error meanwhile, and parameters show no elements. On the
+    CPU the same happens in ordinary memory. With ``CPUOffload`` the shards stay.
+
+    Args:
+        model: holds fully sharded modules, on either path, with all its units.
+        optimizer: one or several, whose states go along. Default None.
+        keep: "none" drops the gradients. Default "gradients": they come back.
+
+    Collective: none; ranks sleep each by itself.
+    Raises: CompositionError, without a unit; PhaseError, inside a step or block, while
+        gradients wait for a reduction, or if the model sleeps; ValueError.
+
+    >>> sleep(model, optimizer)
+    >>> wake(model)
+    """
+    states = units_of(model, "sleep", recurse=True)
+    if keep not in ("gradients", "none"):
+        raise ValueError(f"sleep(keep=...) expects 'gradients' or 'none', got {keep!r}")
+    trees = {require_idle(top, "sleep"): top for top in map(outermost, states)}
+    for context in trees:
+        finish_reduction(context)
+    handles = [state.handle for state in states]
+    for handle in handles:
+        if has_arrived(handle) or handle.reduction.held is not None:
+            raise PhaseError(
+                f"sleep was called while gradients of {handle.name} wait for a "
+                "reduction (no_sync). Call it after the backward that reduces."
+            )
+    regions = [region for handle in handles for region in handle.layout.regions]
+    if keep == "none":
+        for parameter in chain(model.parameters(), *(r.graded for r in regions)):
+            parameter.grad = None
+        for handle in handles:
+            free_cleared(handle)
+    for handle in handles:
+        for slot in (*(form.slot for form in _forms(handle)), handle.reduction.slot):
+            if slot is not None:
+                # Before the versions are noted, which this moves: what a graph saved of
+                # the slot is lost.
+                slot.leave()
+    found, devices = _Asleep(states), {handle.layout.device for handle in handles}
+    found.intact = list(filter(views_are_intact, regions))
+    optims = _optimizers(optimizer)
+    for name, tensor in _tensors(model, handles, optims):
+        found.hide(name, tensor, devices)
+    _copy_out(found, _kept.setdefault(next(iter(trees)), defaultdict(list)))
+    for handle in handles:
+        _free_buffers(handle)
+        handle.phase, UNSHARDED[id(handle)] = Phase.SUMMON, _WHY
+    for _, tensor, _, _ in found.shown.values():
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    for storage, _ in found.stored.values():
+        storage.resize_(0)
+    for context, state in trees.items():
+        _asleep[context] = found
+        context.summoned = Summon(state, rank0_only=False, is_block=False, why=_WHY)
+    for optim in optims:
+        found.hooks += [
+            optim.register_step_pre_hook(_refuse),
+            optim.register_state_dict_pre_hook(_refuse),
+            optim.register_load_state_dict_pre_hook(_refuse),
+        ]
+    # The allocator of torch would keep the memory from other libraries and processes.
+    _synchronize(devices, empty=True)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def wake(model: nn.Module, optimizer: Optimizers = None) -> None:
+    """Bring back what ``sleep`` took: the same objects hold the same values.
+
+    Args:
+        model: as for ``sleep``.
+        optimizer: may be left out: all that went to sleep with ``model`` come back.
+
+    Collective: none.
+    Raises: CompositionError, without a unit; PhaseError, if the model does not sleep,
+        or, once it is back, if something was written to meanwhile; what torch raises
+        without memory: the model sleeps on.
+
+    >>> sleep(model, optimizer, keep="none")
+    >>> wake(model, optimizer)
+    """
+    contexts = [state.context for state in units_of(model, "wake", recurse=True)]
+    records = [_asleep.get(each) for each in dict.fromkeys(contexts) if each]
+    found = list(dict.fromkeys(record for record in records if record))
+    if not found:
+        raise PhaseError("wake was called on a model that is awake. Call sleep before.")
+    lost = [name for record in found for name in _wake(record)]
+    if lost:
+        raise PhaseError(
+            f"Of a model that slept {listed(lost)} were written to or replaced; this "
+            "is lost, and the values are those from before. Write after wake(model)."
+        )
+
+
+@block
+def released(
+    model: nn.Module, optimizer: Optimizers = None, *, keep: str = "gradients"
+) -> Iterator[None]:
+    """Let the model sleep while the block runs; see ``sleep`` and ``wake``.
+
+    >>> with released(model, optimizer, keep="none"):
+    ...     print(next(model.parameters()).numel())
+    0
+    """
+    sleep(model, optimizer, keep=keep)
+    try:
+        yield
+    finally:
+        wake(model)
+
+
+def _optimizers(given: Optimizers) -> list[Optimizer]:
+    """Return the optimizers; of a wrapper the one inside."""
+    several = given if isinstance(given, Iterable) else [given]
+    return [getattr(each, "optimizer", each) for each in several if each is not None]
+
+
+def _tensors(
+    model: nn.Module, handles: list[FlatParamHandle], optims: list[Optimizer]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of what is to sleep; a tensor may come again."""
+    named = [(quoted(name), p) for name, p in model.named_parameters()]
+    flats = [r.flat for h in handles for r in h.layout.regions if r.flat is not None]
+    for name, parameter in chain(named, (("a flat parameter", p) for p in flats)):
+        yield name, parameter
+        if parameter.grad is not None:
+            yield f"the gradient of {name}", parameter.grad
+    for name, buffer in model.named_buffers():
+        yield quoted(name), buffer
+    for optim in optims:
+        for value in _pytree.tree_leaves(list(optim.state.values())):
+            if isinstance(value, Tensor):
+                yield f"state of {type(optim).__name__}", value
+    # What no leaf shows: padding, and gradients that ``zero_grad`` has cleared.
+    for handle in handles:
+        for region in handle.layout.regions:
+            shards = region.shard, region.gradient.shard
+            yield from ((handle.name, each) for each in shards if each is not None)
+
+
+def _copy_out(found: _Asleep, kept: dict[int, list[Tensor]]) -> None:
+    """Copy all storages to the host, into memory of an earlier sleep if there is."""
+    devices = {storage.device for storage, _ in found.stored.values()}
+    # Side streams may still write what the current stream copies.
+    _synchronize(devices)
+    for key, (storage, _) in found.stored.items():
+        nbytes, pinned = storage.nbytes(), storage.device.type == "cuda"
+        host = kept[nbytes].pop() if kept[nbytes] else None
+        if host is None:
+            cpu = torch.device("cpu")
+            host = memory.new_buffer(nbytes, torch.uint8, cpu, pinned=pinned)
+        found.stored[key] = storage, host.copy_(_bytes_of(storage), non_blocking=True)
+    _synchronize(devices)
+
+
+def _wake(found: _Asleep) -> list[str]:
+    """Bring back a record; return the names of what has changed meanwhile."""
+    stored, devices = list(found.stored.values()), set()
+    try:
+        for storage, host in stored:
+            storage.resize_(host.nbytes)
+    except RuntimeError:
+        for storage, _ in stored:
+            storage.resize_(0)
+        raise
+    for storage, host in stored:
+        devices.add(storage.device)
+        _bytes_of(storage).copy_(host, non_blocking=True)
+    memory.note_move()
+    lost = []
+    for name, tensor, version, data in found.shown.values():
+        if tensor.numel() or (version >= 0 and tensor._version != version):
+            lost.append(name)
+        tensor.data = data
+    for state in found.states:
+        handle, here = state.handle, state.handle.writes.memory
+        handle.writes.memory = leaf_memory(handle.layout)._replace(
+            away=here.away, moved=here.moved
+        )
+        handle.phase = Phase.IDLE
+        UNSHARDED.pop(id(handle), None)
+    for region in found.intact:
+        region.gradient.places = places_of(region)
+    # Before the host memory is used again.
+    _synchronize(devices)
+    contexts = [context for context, each in _asleep.items() if each is found]
+    for context in contexts:
+        context.summoned = None
+        del _asleep[context]
+    for _, host in stored:
+        _kept[contexts[0]][host.nbytes].append(host)
+    for hook in found.hooks:
+        hook.remove()
+    return lost
+
+
+def _forms(handle: FlatParamHandle) -> list[FullForm]:
+    """Return the full forms of a unit."""
+    return [form for form in (handle.form, handle.other_form) if form is not None]
+
+
+def _free_buffers(handle: FlatParamHandle) -> None:
+    """Free the old slots, which the views keep until they move into the new ones."""
+    for form in _forms(handle):
+        for full in form.fulls:
+            memory.free(full)
+    for region in handle.layout.trainable:
+        memory.free(region.reduce.buffer)
+    handle.reduction.home = None
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return a storage as a tensor of bytes ``(nbytes,)``."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _synchronize(devices: Iterable[torch.device], *, empty: bool = False) -> None:
+    """Wait for all work of the devices, and give back what their allocator keeps."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            if empty:
+                torch.cuda.empty_cache()
+
+
+def _refuse(optim: Optimizer, *_: object) -> NoReturn:
+    """Hook of an optimizer whose states sleep: refuse the call."""
+    raise PhaseError(f"{type(optim).__name__} was called {_WHY.format('its model')}")

@@ -1,0 +1,352 @@
+"""``sleep`` and ``wake``: no memory meanwhile, and training that does not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from composable_fsdp import (
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+    load,
+    no_sync,
+    optim_state_dict,
+    save,
+    unshard_params,
+)
+from composable_fsdp.errors import CompositionError, PhaseError
+from composable_fsdp.features import (
+    Arena,
+    capture,
+    captured_step,
+    flat_parameters,
+    released,
+    sleep,
+    wake,
+)
+from composable_fsdp.features.host_memory import sleeping
+from property_tests.live import examples
+from tests.features.test_capture import Recorder, Trainee, inputs
+from tests.parallel import experts
+from tests.parallel import models as tp
+from tests.parallel import test_experts as moe
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
+from tests.support.reference import (
+    PATHS,
+    STRATEGIES,
+    adamw,
+    assert_same_training,
+    backward,
+    gpt_input,
+    loss_of,
+    sgd,
+    train_reference,
+)
+from tests.support.sharded import gpt
+from tests.support.world import RankPool, World
+
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+Optimizer = torch.optim.Optimizer
+
+
+def memory_of(model: nn.Module, *optims: Optimizer) -> int:
+    """Bytes of what a user can reach, and of the shards."""
+    reached = [*model.parameters(), *model.buffers()]
+    reached += [p.grad for p in reached if p.grad is not None]
+    for optim in optims:
+        for values in optim.state.values():
+            reached += [v for v in values.values() if isinstance(v, Tensor)]
+    return sum(each.untyped_storage().nbytes() for each in reached)
+
+
+def nap(model: nn.Module, *optims: Optimizer, keep: str = "gradients") -> None:
+    """Sleep, look at the memory, and wake."""
+    before = [*map(id, model.parameters())]
+    with released(model, optims, keep=keep):
+        assert memory_of(model, *optims) == 0
+    assert [*map(id, model.parameters())] == before
+
+
+def train(
+    model: nn.Module, optimizer: Optimizer, rank: int, *, naps: bool
+) -> list[float]:
+    """Three steps, with a nap before the first, at each stage, and in the end."""
+    losses = []
+    doze: Callable[..., None] = nap if naps else lambda *_, **__: None
+    doze(model, optimizer)
+    for at in range(3):
+        loss = loss_of(model, gpt_input(at, rank))
+        losses.append(loss.item())
+        backward(loss)
+        doze(model, optimizer)
+        optimizer.step()
+        doze(model, optimizer)
+        optimizer.zero_grad()
+        doze(model, optimizer, keep="none")
+    return losses
+
+
+@pytest.mark.req("M-10")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@pytest.mark.parametrize("optimize", [adamw, sgd], ids=lambda f: f.__name__)
+@on_ranks(1, 2)
+def test_training_with_naps_is_that_of_the_plain_model(
+    world: World, path: str, strategy: ShardingStrategy, optimize: Any
+) -> None:
+    """Bit by bit, with gradients and states that sleep, too."""
+    plain = TinyGPT()
+    expected = train_reference(plain, world.world_size, gpt_input, optimize)
+    model = gpt(path, strategy=strategy)
+
+    losses = train(model, optimize(model.parameters()), world.rank, naps=True)
+
+    mine = [step[world.rank] for step in expected]
+    assert_same_training(model, plain, losses, mine)
+
+
+def fused(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], Callable[[nn.Module], Optimizer]]] = {
+    "bf16": ({"mixed_precision": BF16}, lambda m: adamw(m.parameters())),
+    "fused": ({}, fused),
+    "flat": ({}, lambda m: adamw(flat_parameters(m))),
+    "offload": ({"cpu_offload": CPUOffload(True)}, lambda m: adamw(m.parameters())),
+    "arena": (
+        {"arena": Arena(reduce=True, poison=True), "mixed_precision": BF16},
+        lambda m: adamw(m.parameters()),
+    ),
+}
+
+
+@pytest.mark.req("M-10")
+@pytest.mark.parametrize("name", VARIANTS)
+@on_ranks(2)
+def test_every_kind_of_training_can_sleep(world: World, name: str) -> None:
+    """With naps and without, bit by bit: a tied weight, and a buffer."""
+    options, optimize = VARIANTS[name]
+    trained = []
+    for naps in (True, False):
+        model = gpt("composable", tied_head=True, **options)
+        model.register_buffer("scale", torch.ones(3))
+        losses = train(model, optimize(model), world.rank, naps=naps)
+        trained.append((losses, model.state_dict()))
+
+    (losses, state), (expected, wanted) = trained
+    assert losses == expected
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.req("M-10")
+@on_ranks(4)
+def test_parts_of_tensor_parallelism_and_experts_can_sleep(world: World) -> None:
+    """Two steps with a nap after each backward and each step."""
+    mesh = tp.mesh_of(world, 2)
+    recipe, rows = tp.Recipe(tied=True), tp.data_rank(mesh)
+    model, other = (tp.sharded(recipe.parallel(mesh), mesh) for _ in range(2))
+    several: list[tuple[Callable[[int, nn.Module], Tensor], nn.Module, nn.Module]] = [
+        (lambda step, each: tp.loss_of(each, tp.batch(step, rows)), model, other),
+        (
+            lambda step, each: experts.loss_of(each, experts.batch(step, world.rank)),
+            moe.pair(moe.MIXTRAL, world)[0],
+            moe.pair(moe.MIXTRAL, world)[0],
+        ),
+    ]
+    for loss, one, two in several:
+        optims = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (one, two)]
+        for step in range(2):
+            for each, optim in zip((one, two), optims, strict=True):
+                optim.zero_grad()
+                backward(loss(step, each))
+                if each is one:
+                    nap(one, optims[0])
+                optim.step()
+            nap(one, optims[0])
+        for p, q in zip(one.parameters(), two.parameters(), strict=True):
+            assert torch.equal(tp.whole(p), tp.whole(q))
+
+
+@pytest.mark.req("M-10")
+@on_ranks(2)
+def test_a_sleeping_model_says_wake(world: World, tmp_path: Path) -> None:
+    """Forward, backward, step, save, load, state dicts, a block, a second sleep."""
+    model = gpt("composable")
+    optimizer = adamw(model.parameters())
+    x = gpt_input(0, world.rank)
+    backward(loss_of(model, x))
+    optimizer.step()
+    state = optimizer.state_dict()
+    late = loss_of(model, x)
+    save(tmp_path / "a", model, optimizer)
+    sleep(model, [optimizer])
+    calls: list[Callable[[], object]] = [
+        lambda: model(x),
+        lambda: backward(late),
+        lambda: optimizer.step(),
+        lambda: adamw(model.parameters()).step(),
+        lambda: save(tmp_path / "b", model, optimizer),
+        lambda: load(tmp_path / "a", model, optimizer),
+        lambda: model.state_dict(),
+        lambda: model.load_state_dict({}, strict=False),
+        lambda: optimizer.state_dict(),
+        lambda: optimizer.load_state_dict(state),
+        lambda: optim_state_dict(model, optimizer),
+        lambda: unshard_params(model).__enter__(),
+        lambda: sleep(model),
+    ]
+    for call in calls:
+        with pytest.raises(PhaseError, match=r"sleeps in host memory.*wake\(model\)"):
+            call()
+    wake(model, optimizer)
+    assert optimizer.state_dict().keys() == state.keys()
+    with pytest.raises(PhaseError, match="a model that is awake"):
+        wake(model)
+
+
+@on_ranks(1)
+def test_misuse_is_told_before_anything_moves(world: World) -> None:
+    """Inside a step, under ``no_sync``, a wrong argument, a model without units."""
+    model = gpt("composable")
+
+    def inside(module: nn.Module, args: object) -> None:
+        sleep(model)
+
+    hook = model.register_forward_pre_hook(inside)
+    with pytest.raises(PhaseError, match=r"sleep was called on .* inside the forward"):
+        model(gpt_input(0, 0))
+    hook.remove()
+    with pytest.raises(ValueError, match="got 'all of it'"):
+        sleep(model, keep="all of it")
+    with pytest.raises(CompositionError, match="sleep was called on a Linear"):
+        sleep(nn.Linear(2, 2))
+    assert memory_of(model) > 0
+
+
+@on_ranks(2)
+def test_gradients_that_wait_for_a_reduction_keep_a_model_awake(world: World) -> None:
+    """After the backward that reduces it sleeps."""
+    model = gpt("composable")
+    with no_sync(model):
+        backward(loss_of(model, gpt_input(0, world.rank)))
+    with pytest.raises(PhaseError, match=r"wait for a reduction \(no_sync\)"):
+        sleep(model)
+    backward(loss_of(model, gpt_input(0, world.rank)))
+    nap(model)
+
+
+@pytest.mark.req("M-10")
+@on_ranks(1)
+def test_a_write_to_a_sleeping_model_is_told(world: World) -> None:
+    """The model is awake then, with the values from before."""
+    model = gpt("composable")
+    backward(loss_of(model, gpt_input(0, 0)))
+    weight = next(model.parameters())
+    before = weight.detach().clone()
+    sleep(model)
+    model.zero_grad(set_to_none=False)
+    weight.data = torch.zeros(3)
+    with pytest.raises(
+        PhaseError, match=r"slept 'tokens.weight', the gradient of 'tok"
+    ):
+        wake(model)
+    assert torch.equal(weight, before)
+    model(gpt_input(0, 0))
+
+
+@pytest.mark.req("M-10")
+@on_ranks(1)
+def test_host_memory_is_kept_for_the_next_sleep(world: World) -> None:
+    """A weight of a million elements goes to the same buffer twice."""
+    model = fully_shard(nn.Linear(1000, 1000))
+    kept = []
+    for _ in range(2):
+        with released(model):
+            (record,) = sleeping._asleep.values()
+            kept.append([host.data_ptr() for _, host in record.stored.values()])
+    assert kept[0] == kept[1]
+    assert model.weight.untyped_storage().nbytes() > 4_000_000
+
+
+@on_ranks(1)
+def test_a_captured_step_is_captured_again_at_the_new_addresses(world: World) -> None:
+    """A graph would replay on memory of others; the stand-in counts captures."""
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = Recorder()
+        patch.setattr(captured_step, "_on_gpu", lambda tensors: True)
+        patch.setattr(captured_step, "_side_stream", nullcontext)
+        patch.setattr(captured_step, "_record", recorder.record)
+        ours, eager = Trainee(), Trainee()
+        run = capture(ours.step, max_graphs=1)
+        xs = inputs(12)
+        losses = []
+        for at, x in enumerate(xs):
+            if at in (5, 8):
+                nap(ours.model, ours.optimizer)
+            losses.append(run(x))
+        assert losses == [eager.step(x) for x in xs]
+        assert (recorder.captures, run.captures, run.reason) == (3, 1, None)
+
+
+ACTIONS = ("forward", "train", "zero", "step", "nap", "drop", "eval", "load")
+
+
+def check_program(world: World, program: list[str]) -> None:
+    """Run the program twice: a nap is nothing at all, but for dropped gradients."""
+    ends = []
+    for naps in (True, False):
+        model = fully_shard(tiny_mlp())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        saved = {key: value.clone() for key, value in model.state_dict().items()}
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(world.rank))
+        for action in program:
+            if action == "train":
+                backward(loss_of(model, x))
+            elif action == "step":
+                optimizer.step()
+            elif action == "zero":
+                optimizer.zero_grad()
+            elif action == "load":
+                model.load_state_dict(saved)
+            elif action in ("forward", "eval"):
+                with torch.set_grad_enabled(action == "forward"):
+                    model(x)
+            elif action == "drop":
+                optimizer.zero_grad()
+                if naps:
+                    nap(model, optimizer, keep="none")
+            elif naps:
+                nap(model, optimizer)
+        moments = optim_state_dict(model, optimizer)["state"]
+        ends.append((model.state_dict(), [p.grad for p in model.parameters()], moments))
+    (state, grads, moments), (wanted, others, expected) = ends
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    for one, two in zip(grads, others, strict=True):
+        assert (one is None) == (two is None)
+        assert one is None or two is None or torch.equal(one, two)
+    assert moments.keys() == expected.keys()
+    for name, values in expected.items():
+        assert all(torch.equal(moments[name][key], values[key]) for key in values)
+
+
+@pytest.mark.req("M-10")
+@examples(15)
+@given(program=st.lists(st.sampled_from(ACTIONS), max_size=9))
+@example(program=["nap", "train", "nap", "load", "step", "drop", "train", "step"])
+def test_a_nap_changes_no_program(
+    ranks: Callable[[int], RankPool], program: list[str]
+) -> None:
+    """Programs of eight actions, on two ranks."""
+    ranks(2).run(check_program, program)
