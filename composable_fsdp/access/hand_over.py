@@ -165,7 +165,7 @@ def _boxes_of(
         # The ranks of a grid have strides.
         rank = here + sum(r[i] - here for (r, _), i in zip(axes, at, strict=True))
         mesh = at if ref is None else at[1:]
-        shape, offset = _rectangle(entry.whole_shape, whole, mesh)
+        shape, offset = _rectangle(entry.shape, whole, mesh)
         start, stop = 0, prod(shape)
         if ref is not None:
             layout, slot = ref.region.layout, ref.slot

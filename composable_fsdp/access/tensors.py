@@ -20,7 +20,7 @@ from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import is_dtensor, local_of
 from composable_fsdp.runtime.precision import own_buffers
-from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.state import OWNERS, _FSDPState
 
 
 class Entry(NamedTuple):
@@ -31,22 +31,12 @@ class Entry(NamedTuple):
     source: Tensor
     """The sharded leaf; without ``ref``, a tensor that every rank holds."""
     dtype: torch.dtype
-    joined: bool
-    """Whether parts of tensor parallelism are to be joined."""
-
-    @property
-    def part_shape(self) -> tuple[int, ...]:
-        """Return the shape of what the ranks of the shard group hold together."""
-        return (
-            tuple(local_of(self.source).shape)
-            if self.ref is None
-            else self.ref.slot.shape
-        )
-
-    @property
-    def numel(self) -> int:
-        """Return the elements that the ranks of the shard group hold together."""
-        return prod(self.part_shape)
+    shape: tuple[int, ...]
+    """The shape in the plain model."""
+    part: tuple[int, ...]
+    """The shape of what the ranks of the shard group hold together."""
+    over: tuple[dist.ProcessGroup, ...]
+    """The groups whose parts are joined, if any."""
 
     @property
     def offset(self) -> int:
@@ -54,49 +44,28 @@ class Entry(NamedTuple):
         return 0 if self.ref is None else self.ref.slot.offset
 
     @property
-    def joined_over(self) -> tuple[dist.ProcessGroup, ...]:
-        """Return the groups whose parts are joined; none if the tensor is whole."""
-        if not self.joined:
-            return ()
-        if self.ref is not None:
-            return self.ref.form.cut_over
-        source: Any = self.source
-        return tuple(source.device_mesh.get_all_groups()) if is_dtensor(source) else ()
-
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """Return the shape in the plain model."""
-        return tuple(self.source.shape) if self.ref is None else self.ref.shape
+    def part_nbytes(self) -> int:
+        """Return the bytes of the largest part on a rank of tensor parallelism."""
+        shape = [*self.part]
+        whole = None if self.ref is None else self.ref.slot.whole
+        for _, ranks, dim in () if whole is None else whole.axes:
+            if dim is not None:
+                shape[dim] = -(-self.shape[dim] // ranks)
+        return prod(shape) * self.dtype.itemsize
 
     @property
     def joined_nbytes(self) -> int:
         """Return the bytes of what the parts are joined to; 0 if there are none."""
-        return prod(self.whole_shape) * self.dtype.itemsize if self.joined_over else 0
-
-    @property
-    def part_nbytes(self) -> int:
-        """Return the bytes of the largest part on a rank of tensor parallelism."""
-        shape = list(self.part_shape if self.ref is None else self.whole_shape)
-        if self.ref is not None and self.ref.slot.whole is not None:
-            for _, ranks, dim in self.ref.slot.whole.axes:
-                if dim is not None:
-                    shape[dim] = -(-shape[dim] // ranks)
-        return prod(shape) * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize if self.over else 0
 
     @property
     def nbytes(self) -> int:
         """Return the bytes in a bucket, equal on all ranks of tensor parallelism."""
         return self.part_nbytes + self.joined_nbytes
 
-    @property
-    def joining_nbytes(self) -> int:
-        """Return what torch needs to join the parts: a padded part, and all of them."""
-        parts = prod(group.size() for group in self.joined_over)
-        return (parts + 1) * self.part_nbytes if parts > 1 else 0
-
     def whole(self, part: Tensor) -> Tensor:
-        """Return what is handed out. Collective: an all-gather per ``joined_over``."""
-        if not self.joined_over:
+        """Return what is handed out. Collective: an all-gather per group of parts."""
+        if not self.over:
             return part
         if self.ref is not None:
             return self.ref.form.whole(part)
@@ -105,17 +74,36 @@ class Entry(NamedTuple):
         return whole
 
 
+def _entry(
+    name: str, ref: ParamRef | None, value: Tensor, dtype: torch.dtype, *, joined: bool
+) -> Entry:
+    """Return the tensor that has ``name``."""
+    over: tuple[dist.ProcessGroup, ...] = ()
+    if ref is not None:
+        over = ref.form.cut_over if joined else ()
+        return Entry((name,), ref, ref.leaf, dtype, ref.shape, ref.slot.shape, over)
+    if joined and is_dtensor(value):
+        source: Any = value
+        over = tuple(source.device_mesh.get_all_groups())
+    part = tuple(local_of(value).shape)
+    return Entry((name,), None, value, dtype, tuple(value.shape), part, over)
+
+
 def entries_of(
-    units: Iterable[_FSDPState],
+    states: Iterable[_FSDPState],
     model: nn.Module,
+    names: Iterable[str] | None = None,
     dtype: torch.dtype | None = None,
     *,
     joined: bool = True,
 ) -> list[list[Entry]]:
-    """Return the tensors of each of ``units``, then those that no unit holds, alone."""
+    """Return the tensors of each unit, then those that no unit holds, one by one.
+
+    Raises: CompositionError, for ``names`` that ``model`` does not have.
+    """
     refs: dict[tuple[int, str], ParamRef] = {}
     dtypes: dict[int, torch.dtype] = {}
-    for state in units:
+    for state in states:
         handle = state.handle
         slots = {ref.slot.index: ref for ref in param_refs(handle)}
         for at, swap in zip(handle.layout.places, handle.swaps, strict=True):
@@ -125,56 +113,41 @@ def entries_of(
             before = state.precision.buffer_dtypes
             for number, name, buffer in own_buffers(state):
                 dtypes[id(buffer)] = before.get((number, name), buffer.dtype)
-    found: dict[tuple[int | None, int], Entry] = {}
-    for name, place, value in _named(model):
-        ref = refs.get(place)
-        unit = None if ref is None else id(ref.handle)
-        key = unit, id(value) if ref is None else ref.slot.index
-        kept = dtypes.get(id(value), value.dtype)
-        if key in found:
-            found[key] = found[key]._replace(names=(*found[key].names, name))
-            continue
-        cast = kept if dtype is None or not kept.is_floating_point else dtype
-        found[key] = Entry(
-            (name,), ref, value if ref is None else ref.leaf, cast, joined
-        )
-    by_unit: dict[object, list[Entry]] = {id(state.handle): [] for state in units}
-    for key, entry in found.items():
-        by_unit.setdefault(key if key[0] is None else key[0], []).append(entry)
-    return [entries for entries in by_unit.values() if entries]
-
-
-def chosen(
-    units: list[list[Entry]], names: Iterable[str] | None, model: nn.Module
-) -> list[list[Entry]]:
-    """Return what has one of ``names``. Raises: CompositionError, for unknown names."""
-    known = {name for unit in units for entry in unit for name in entry.names}
+    named = [*_named(model)]
+    known = {name for name, *_ in named}
     wanted = known if names is None else set(map(strip_wrapper, names))
     for name in sorted(wanted - known):
         raise CompositionError(
             f"{type(model).__name__} has no parameter and no persistent buffer "
             f"{quoted(name)}. {closest_names(name, known)}"
         )
-    picked = [
-        [
-            entry._replace(names=tuple(name for name in entry.names if name in wanted))
-            for entry in unit
-            if not wanted.isdisjoint(entry.names)
-        ]
-        for unit in units
-    ]
-    return [unit for unit in picked if unit]
+    units: dict[int, dict[int, Entry]] = {id(state.handle): {} for state in states}
+    for name, (module, key), value in named:
+        if name not in wanted:
+            continue
+        ref, owner = refs.get((id(module._parameters), key)), OWNERS.get(module)
+        unit = place = id(value)
+        if ref is not None:
+            unit, place = id(ref.handle), ref.slot.index
+        elif owner is not None and owner.handle.groups.experts is not None:
+            unit = id(owner.handle)  # which other ranks do not have
+        entries = units.setdefault(unit, {})
+        if place in entries:
+            same = entries[place]
+            entries[place] = same._replace(names=(*same.names, name))
+            continue
+        own = dtypes.get(id(value), value.dtype)
+        cast = own if dtype is None or not own.is_floating_point else dtype
+        entries[place] = _entry(name, ref, value, cast, joined=joined)
+    return [[*entries.values()] for entries in units.values() if entries]
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, tuple[int, str], Tensor]]:
-    """Yield name, place and value: parameters at all places, then state buffers."""
+def _named(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str], Tensor]]:
+    """Yield name, place and value: all parameters, then the persistent buffers."""
     modules = [*walk.named(model, every_path=True)]
-    for path, module in modules:
-        for key, value in module._parameters.items():
-            if value is not None:
-                name = strip_wrapper(join_name(path, key))
-                yield name, (id(module._parameters), key), value
-    for path, module in modules:
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield strip_wrapper(join_name(path, key)), (0, ""), buffer
+    for kind in ("_parameters", "_buffers"):
+        for path, module in modules:
+            table: dict[str, Tensor | None] = getattr(module, kind)
+            for key, value in table.items():
+                if value is not None and key not in module._non_persistent_buffers_set:
+                    yield strip_wrapper(join_name(path, key)), (module, key), value

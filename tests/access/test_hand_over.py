@@ -13,15 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable_fsdp import (
     ShardingStrategy,
     StateDictType,
+    fully_shard,
     set_state_dict_type,
 )
 from composable_fsdp.access import boxes, transfer_plan
+from composable_fsdp.errors import CompositionError
 from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.parallel.models import Recipe, mesh_of, sharded
 from tests.support.sharded import RankCount
 from tests.support.world import World
 
-Memory = dict[str, list[tuple[tuple[int, ...], Tensor]]]
+Held = dict[str, list[tuple[tuple[int, ...], Tensor]]]
 """By name, the boxes that a rank holds, and where they begin: from its state dict."""
 
 
@@ -52,12 +54,12 @@ def build(world: World, kind: str) -> nn.Module:
     return tensor_parallel(world, 11 if kind == "UNEVEN" else 32)
 
 
-def held(world: World, kind: str) -> tuple[Any, Any, Memory]:
+def held(world: World, kind: str) -> tuple[Any, Any, Any]:
     """The boxes that a rank computes, without and with replicas, and what it holds."""
     model = build(world, kind)
     model.register_buffer("seen", torch.arange(3))
     set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-    memory: Memory = {}
+    memory: Held = {}
     for name, value in model.state_dict().items():
         if isinstance(value, ShardedValue):
             shards = value.local_shards()
@@ -75,7 +77,7 @@ CASES = [
 ]
 
 
-def taken(memory: Memory, name: str, box: Any) -> Tensor:
+def taken(memory: Held, name: str, box: Any) -> Tensor:
     """Read a box out of what a rank holds."""
     offsets, sizes = box
     for begins, value in memory[name]:
@@ -88,17 +90,16 @@ def taken(memory: Memory, name: str, box: Any) -> Tensor:
     raise AssertionError(f"{name}: the rank does not hold {box}")
 
 
-@pytest.mark.req("S5-1")
+@pytest.mark.req("U-42")
 def test_a_transfer_between_any_two_layouts_rebuilds_the_model(
     ranks: RankCount,
 ) -> None:
     """Bit by bit, each byte of the model sent once to each copy of it."""
-    sides = {}
+    sides: dict[tuple[int, str], Any] = {}
     for size, kind in CASES:
         answers = ranks(size).run(held, kind)
         assert all(answer[:2] == answers[0][:2] for answer in answers)  # on all ranks
         sides[size, kind] = answers
-    uneven = {case for case in sides if case[1] == "UNEVEN"}
 
     for a, b in product(sides, sides):
         if (a[1] == "TP") is not (b[1] == "TP"):
@@ -132,4 +133,27 @@ def test_a_transfer_between_any_two_layouts_rebuilds_the_model(
             if not copies:
                 model = Recipe(hidden=32 if a[1] == "TP" else 11).plain()
                 assert sent == sum(p.numel() for p in model.parameters()) + 3
-    assert uneven
+
+
+@pytest.mark.req("U-42")
+def test_boxes_are_regular_or_refused_and_the_target_asks_for_what_there_is(
+    one_rank: World,
+) -> None:
+    """Errors name the tensor and the way out; scalars and empty tensors have boxes."""
+    model = nn.Linear(4, 3)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    model.empty = nn.Parameter(torch.zeros(0, 2))
+    found = boxes(fully_shard(model))
+
+    assert found["scale"] == ((0, (), ()),)
+    assert found["empty"] == ()
+    assert transfer_plan(found, found)[0].box == ((0, 0), (3, 4))
+    with pytest.raises(CompositionError, match=r"no tensor 'head'\. It has 4"):
+        transfer_plan(found, {"head": ((0, (0,), (1,)),)})
+    with pytest.raises(
+        CompositionError, match=r"of 'bias' the source lacks 2 elements"
+    ):
+        transfer_plan({"bias": ((0, (0,), (1,)),)}, {"bias": found["bias"]})
+    twice = {"bias": (*found["bias"], (1, (0,), (3,)))}
+    with pytest.raises(CompositionError, match=r"'bias' the source holds twice 3"):
+        transfer_plan(twice, {"bias": found["bias"]})

@@ -23,6 +23,7 @@ from composable_fsdp import (
 from composable_fsdp.access import stream_full, stream_plan
 from composable_fsdp.errors import CompositionError, DesyncError, PhaseError
 from composable_fsdp.features import flat_parameters
+from tests.parallel.experts import Recipe as Experts
 from tests.parallel.models import (
     Recipe,
     batch,
@@ -58,6 +59,7 @@ def require_state_dict(model: nn.Module, **how: Any) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.req("U-40")
 @both_paths
 @pytest.mark.parametrize("max_bytes", [1, 3000, 1 << 30])
 @pytest.mark.parametrize("options", KINDS)
@@ -87,7 +89,9 @@ class WithBuffers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.images = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.images = nn.Conv2d(3, 8, 3)
+        images: Any = self.images
+        images.to(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm2d(8)
         self.scale = nn.Parameter(torch.tensor(2.0))
         self.empty = nn.Parameter(torch.zeros(0, 3))
@@ -113,7 +117,7 @@ def test_persistent_buffers_and_ignored_parameters_come_behind_the_units(
     fully_shard(model.norm, mixed_precision=half if low else None)
     fully_shard(
         model,
-        ignored_states=[model.adapter.weight],
+        ignored_states=[*model.adapter.parameters()],
         mixed_precision=half if low else None,
     )
     model.adapter.bfloat16() if low else None
@@ -142,7 +146,10 @@ def test_replicas_and_flat_parameters_give_the_same(
 ) -> None:
     """A pair of replicas of a pair of shards; optimizers that step flat buffers."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
-    hybrid = {"strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+    hybrid: dict[str, Any] = {
+        "strategy": ShardingStrategy.HYBRID_SHARD,
+        "device_mesh": mesh,
+    }
     for options in (hybrid, {}):
         model = gpt("composable", **options)
         optimizer = torch.optim.SGD(flat_parameters(model), lr=0.1)
@@ -165,13 +172,14 @@ def test_names_and_a_dtype_choose_what_is_sent(world: World) -> None:
     names = ["head.weight", "blocks.1.norm_1.bias", "positions.weight"]
 
     found = dict(stream_full(model, names=names, dtype=torch.bfloat16))
-    part = dict(stream_full(model.blocks[0], names=["norm_1.weight"]))
+    block = model.get_submodule("blocks.0.norm_1")
+    part = dict(stream_full(block, names=["weight"]))
 
     expected = model.state_dict()
-    assert [*found] == [names[0], names[2], names[1]]
+    assert [*found] == [names[2], names[0], names[1]]
     for name in names:
         assert torch.equal(found[name], expected[name].bfloat16())
-    assert torch.equal(part["norm_1.weight"], expected["blocks.0.norm_1.weight"])
+    assert torch.equal(part["weight"], expected["blocks.0.norm_1.weight"])
     with pytest.raises(CompositionError, match=r"no persistent buffer 'blocks.7.w'"):
         next(stream_full(model, names=["blocks.7.w"]))
     with pytest.raises(ValueError, match="max_bytes is 0"):
@@ -182,6 +190,7 @@ def test_names_and_a_dtype_choose_what_is_sent(world: World) -> None:
         stream_full(model, tensor_parallel="all")  # type: ignore[arg-type]  # misuse
 
 
+@pytest.mark.req("U-40")
 @pytest.mark.parametrize("how", ["whole", "local"])
 @pytest.mark.parametrize("hidden", [32, 11])
 @pytest.mark.parametrize("max_bytes", [1, 700, 1 << 30])
@@ -232,6 +241,7 @@ def leave(way: str, given: Iterator[tuple[str, Tensor]], after: int) -> None:
     gc.collect()
 
 
+@pytest.mark.req("U-41")
 @pytest.mark.parametrize("way", ["raise", "close", "collect"])
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("after", [1, 4, 27])
@@ -268,6 +278,7 @@ def test_ranks_may_leave_together(world: World) -> None:
     backward(loss_of(model, gpt_input(0, world.rank)))
 
 
+@pytest.mark.req("U-41")
 @on_ranks(2)
 def test_a_stream_is_refused_in_a_step_and_a_step_in_a_stream(world: World) -> None:
     """Errors by name, with the way out."""
@@ -277,7 +288,7 @@ def test_a_stream_is_refused_in_a_step_and_a_step_in_a_stream(world: World) -> N
     def inside(*_: object) -> None:
         said.append(message_of(partial(stream_full, model)))
 
-    hook = model.blocks[0].register_forward_pre_hook(inside)
+    hook = model.get_submodule("blocks.0").register_forward_pre_hook(inside)
     loss = loss_of(model, gpt_input(0, world.rank))
     hook.remove()
     assert "stream_full was called on" in said[0]
@@ -313,6 +324,7 @@ def peak_of(model: nn.Module, **how: Any) -> int:
 SIZES = [{"max_bytes": n} for n in (1, 900, 5000, 1 << 30)]
 
 
+@pytest.mark.req("U-40")
 @pytest.mark.parametrize("how", [*SIZES, {"dtype": torch.bfloat16, "max_bytes": 900}])
 @pytest.mark.parametrize("to", [None, [0]])
 @pytest.mark.parametrize("prefetch", [True, False])
@@ -361,3 +373,53 @@ def test_memory_with_tensor_parallelism_is_within_the_plan(
     largest = max(value.nbytes for value in Recipe(hidden=hidden).plain().parameters())
     assert peak <= planned.peak_nbytes <= peak + (how == "whole") * 3 * largest
     assert how == "whole" or peak == planned.peak_nbytes
+
+
+@pytest.mark.req("U-40")
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("experts", [4, 3])
+@pytest.mark.parametrize("max_bytes", [1, 3000, 1 << 30])
+@on_ranks(4)
+def test_experts_come_whole_to_ranks_that_have_them(
+    world: World, max_bytes: int, experts: int, listed: bool
+) -> None:
+    """Stacked ones to all ranks; also if ranks have other numbers of them."""
+    recipe = Experts(experts=experts, listed=listed)
+    mesh = recipe.mesh(world)
+    model = recipe.sharded(mesh["ep"], mesh["edp"], mesh._flatten("dp"))
+    expected = recipe.plain().state_dict()
+
+    found = dict(stream_full(model, max_bytes=max_bytes))
+    dict(stream_full(model, max_bytes=max_bytes, ranks=[1]))
+
+    names = {name for name in expected if not listed or name in found}
+    assert found.keys() == names
+    assert all(torch.equal(found[name], expected[name]) for name in names)
+    own = {name for name in names if ".experts." in name}
+    assert own
+    assert not listed or len(own) < sum(".experts." in name for name in expected)
+
+
+@pytest.mark.req("U-40")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@on_ranks(2)
+def test_weights_of_millions_of_elements_come_in_buckets(
+    world: World, dtype: torch.dtype | None
+) -> None:
+    """Above each size threshold: units that fit a bucket, and one that does not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(3001, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 3001)
+    )
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    how: dict[str, Any] = {"max_bytes": 10 << 20, "dtype": dtype}
+    planned = stream_plan(model, **how)
+
+    for name, value in stream_full(model, **how):
+        assert torch.equal(value, expected.pop(name).to(value.dtype)), name
+
+    assert not expected
+    assert peak_of(model, **how) == planned.peak_nbytes
