@@ -84,7 +84,8 @@ def log_probs_of(model: Any, tokens: Tensor) -> Tensor:
     """Return the log-probabilities of the answers' tokens."""
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[:, PROMPT - 1 :]
     every = logits.float().log_softmax(-1)
-    return every.gather(-1, tokens[:, PROMPT:, None]).squeeze(-1)
+    found: Tensor = every.gather(-1, tokens[:, PROMPT:, None]).squeeze(-1)
+    return found
 
 
 # ---- the engine -----------------------------------------------------
@@ -163,7 +164,7 @@ def learn(model: Any, optimizer: Any, mine: Rollout) -> float:
         # The mean over this rank's completions: its share of the mean over all, since
         # ranks have equally many, and gradients are averaged over ranks.
         loss = -torch.minimum(ratio * advantages, clipped * advantages).mean()
-        loss.backward()
+        torch.autograd.backward(loss)
         clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ Where = Callable[..., Any]
 
 def plain_where(module: nn.Module, used: bool, *args: Any) -> Any:
     """What ``call_where`` means to the plain model."""
-    return module(*args) if used else torch.zeros(())
+    return module(*args) if used else 0
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class Tower(nn.Module):
             return x
 
         x = checkpoint(span, x, use_reentrant=False) if kept == "span" else span(x)
-        return self.norm(x)
+        return cast(Tensor, self.norm(x))
 
     def forward(self, image: Tensor) -> Tensor:
         if self.program.kept == "tower":
-            return checkpoint(self.run, image, use_reentrant=False)
+            return cast(Tensor, checkpoint(self.run, image, use_reentrant=False))
         return self.run(image)
 
 
@@ -126,7 +126,7 @@ class Model(nn.Module):
             x = checkpoint(self.body, x, image, uses, use_reentrant=False)
         else:
             x = self.body(x, image, uses)
-        return self.head(torch.tanh(x)).square().mean()
+        return cast(Tensor, self.head(torch.tanh(x)).square().mean())
 
 
 def built(program: Program) -> Model:
@@ -170,19 +170,17 @@ def uses(program: Program, at: int, rank: int) -> tuple[bool, ...]:
 
 def check_program(world: World, program: Program) -> None:
     """Three steps of the sharded model, which are those of the plain model."""
-    plain = built(program)
+    plain = built(program).to(world.device)
     model = sharded(plain)
     batches = torch.Generator().manual_seed(1)
-    forwards = 0
+    forwards, example = 0, next(plain.parameters())
     for _ in range(3):
         ours = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
         anyone = False
         for micro in range(program.micro):
             for rank in range(world.world_size):
-                x, image = torch.randn(
-                    2, 3, WIDTH, generator=batches, dtype=torch.float64
-                )
+                x, image = torch.randn(2, 3, WIDTH, generator=batches).to(example)
                 given = x, image, uses(program, forwards, rank)
                 anyone |= any(given[2])
                 backward(plain(*given) / world.world_size)
@@ -203,3 +201,9 @@ def check_program(world: World, program: Program) -> None:
         found = differences(model.state_dict(), plain.state_dict())
 
         assert all(value < 1e-12 for value in found.values()), (program, found)
+
+
+def check_programs(world: World, programs: list[Program]) -> None:
+    """`check_program` of each."""
+    for program in programs:
+        check_program(world, program)

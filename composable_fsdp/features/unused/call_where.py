@@ -113,7 +113,9 @@ def call_where(module: nn.Module, used: bool, *args: Any, **kwargs: Any) -> Any:
         return zero
     taped = taped and (byte > 1 or any(s.handle.layout.trainable for s in call.states))
     with call.gathered(taped=taped, recomputing=recomputing):
-        token = _First.apply(call, zero.clone().requires_grad_()) if taped else zero
+        token: Any = zero.clone().requires_grad_(taped)
+        if taped:
+            token = _First.apply(call, token)  # type: ignore[no-untyped-call]  # torch's
         output = module(*args, **kwargs) if used else zero
         return call.mark(token, output) if taped else output
 
@@ -231,7 +233,8 @@ class _Call:
         at = [i for i in at if found[i].is_floating_point() or found[i].is_complex()]
         if not at:
             raise self.refused("returned no tensor for a loss. Return one.")
-        marked = _Last.apply(self, token, *[found[i] for i in at])
+        every: Any = [found[i] for i in at]
+        marked = _Last.apply(self, token, *every)  # type: ignore[no-untyped-call]  # torch's
         for i, each in zip(at, marked, strict=True):
             found[i] = each
         self.node = weakref.ref(found[at[0]].grad_fn)
