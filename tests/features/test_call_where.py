@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -141,7 +142,7 @@ def test_a_weight_of_a_million_elements_in_mixed_precision(world: World) -> None
 def leave_out(world: World, how: str, words: str) -> None:
     """Rank 1 leaves the result out of the loss."""
     shorten_waits()
-    model = net()
+    model = net(process_group=dist.new_group())
     x = torch.randn(2, WIDTH)
     for _ in range(2):
         backward(model(x, world.rank == 0))
@@ -164,7 +165,7 @@ def test_a_result_left_out_of_the_loss_is_an_error_on_all_ranks(
     how: str, words: str
 ) -> None:
     """By name and soon, not at the time-out; the rank that added it learns why."""
-    # Ranks of their own: a collective is left unfinished.
+    # Ranks and a group of their own: a collective is left unfinished.
     with RankPool(2, "gloo") as pool:
         pool.run(leave_out, how, words)
 
