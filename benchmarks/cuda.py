@@ -28,7 +28,7 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks import llama, sleeping
+from benchmarks import complaints, llama, sleeping
 from benchmarks.captured import captured_step
 from benchmarks.device_steps import (
     SIZES,
@@ -241,6 +241,8 @@ def _measure(device: torch.device, options: argparse.Namespace) -> int:
         llama.main(["--device", device.type, "--rounds", "3", *small])
     sleeping.measure(device)
     passed = options.no_tests or _run_tests()
+    if device.type == "cuda":
+        complaints.run(device, options.rounds)
     for kind in options.world:
         run(kind, device, options)
     return 0 if passed else 1

@@ -8,9 +8,11 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -180,11 +182,30 @@ def step_times(
     size: Size, device: torch.device, rounds: int
 ) -> dict[str, tuple[float, float]]:
     """Median milliseconds of forward + backward, and of a step, of all in turn."""
-    trainees = {name: Trainee(name, size, device) for name in NAMES}
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in NAMES}
+    makers = {name: partial(Trainee, name, size, device) for name in NAMES}
+    return times_in_turn(makers, device, rounds)
+
+
+class Trains(Protocol):
+    """A training step in two halves."""
+
+    def forward_backward(self) -> None:
+        """Forward, loss, backward."""
+
+    def update(self) -> None:
+        """Optimizer step; gradients dropped."""
+
+
+def times_in_turn(
+    makers: Mapping[str, Callable[[], Trains]], device: torch.device, rounds: int
+) -> dict[str, tuple[float, float]]:
+    """Median milliseconds of forward + backward, and of a step, of all in turn."""
+    trainees = {name: make() for name, make in makers.items()}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in trainees}
     for trainee in trainees.values():
         for _ in range(WARM_UP):
-            trainee.step()
+            trainee.forward_backward()
+            trainee.update()
     gc.collect()
     gc.disable()
     try:
@@ -202,7 +223,7 @@ def step_times(
     }
 
 
-def _time_step(trainee: Trainee, device: torch.device) -> tuple[float, float]:
+def _time_step(trainee: Trains, device: torch.device) -> tuple[float, float]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     timer = Timer(device)

@@ -195,7 +195,11 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        call = self._begin(sys._getframe(1), func, args, kwargs) if self.units else None
+        # First: a graph compiled under the mode must be that compiled without it, which
+        # a recomputation on autograd's thread gets.
+        if torch.compiler.is_compiling() or not self.units:
+            return func(*args, **kwargs)
+        call = self._begin(sys._getframe(1), func, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
@@ -215,7 +219,6 @@ class _Mode(TorchFunctionMode):
         """Return a call that takes parts; None for any other, and one that was told."""
         if (
             is_own_call(frame, func)
-            or torch.compiler.is_compiling()
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):
             return None
