@@ -149,6 +149,8 @@ def sharded(plain: Model) -> Any:
             each.where = call_where
     options: dict[str, Any] = {"strategy": program.strategy}
     options["backward_prefetch"] = program.prefetch
+    if (device := plain.head.weight.device).type == "cuda":
+        options["device_id"] = device.index or 0
     if program.strategy is ShardingStrategy.HYBRID_SHARD:
         options["device_mesh"] = init_device_mesh("cpu", (2, 2))
     model = apply_units(model, units, path=program.path, **options)
