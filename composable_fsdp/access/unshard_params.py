@@ -146,7 +146,7 @@ def _summoned(
     # All trees are settled before the first is marked, so that a refusal marks none.
     trees = [(require_idle(state, what), state) for state in firsts.values()]
     for context, state in trees:
-        context.summoned = Summon(state, rank0_only, what)
+        context.summoned = Summon(state, rank0_only, what=what)
     try:
         yield
     finally:

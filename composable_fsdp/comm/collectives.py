@@ -320,14 +320,25 @@ def all_gather_digests(digest: Sequence[int], group: dist.ProcessGroup) -> list[
     return _all_gather_numbers(digest, group, "all_gather_digests", why)
 
 
+def all_gather_byte(byte: int, group: dist.ProcessGroup, why: str) -> list[int]:
+    """Return every rank's ``byte``, in group rank order."""
+    every = torch.empty(group.size(), dtype=torch.uint8, device="meta")
+    _note("all_gather_byte", [every], group)
+    return _all_gather_numbers([byte], group, "all_gather_byte", why, torch.uint8)
+
+
 @outside_transforms
 def _all_gather_numbers(
-    numbers: Sequence[int], group: dist.ProcessGroup, op: str, why: str
+    numbers: Sequence[int],
+    group: dist.ProcessGroup,
+    op: str,
+    why: str,
+    dtype: torch.dtype = torch.int64,
 ) -> list[int]:
     """Return the numbers of all ranks, and record the operation as ``op``."""
     # From host memory if the group can send from there: the GPU need not be waited for.
     device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
-    own = torch.tensor(numbers, device=device)
+    own = torch.tensor(numbers, dtype=dtype, device=device)
     every = own.new_empty(own.numel() * group.size())
     operation = begin(op, group, every, why)
     start = getattr(group, _ALL_GATHER)

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         even_batches as even_batches,
     )
     from composable_fsdp.features.training.step_log import StepLog as StepLog
+    from composable_fsdp.features.unused.call_where import call_where as call_where
     from composable_fsdp.features.wires.formats import Float8Wire as Float8Wire
     from composable_fsdp.features.wires.formats import Int8Wire as Int8Wire
 
@@ -84,6 +85,7 @@ _resolve, __all__ = resolver(
         "features.replicas": "load_replica_state_dict replica_state_dict",
         "features.training.even_batches": "even_batches",
         "features.training.step_log": "StepLog",
+        "features.unused.call_where": "call_where",
         "features.wires.formats": "Float8Wire Int8Wire",
     }
 )

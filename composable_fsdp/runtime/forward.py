@@ -33,7 +33,6 @@ from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.offload import synchronize_copy_stream
 from composable_fsdp.runtime.precision import select_forward_form
 from composable_fsdp.runtime.recover import (
-    GradientOrder,
     begin_iteration,
     end_iteration,
     is_live,
@@ -226,7 +225,7 @@ def _begin_call(
     call: UnitForward | QuietPassage = QUIET
     if passage is not QUIET:
         # A recomputed forward has a graph and an order of its own.
-        order = GradientOrder() if recomputing else context.order
+        order = context.order.recomputed() if recomputing else context.order
         call = UnitForward(
             state, module, order, passage, has_graph, order.count, handle.form
         )

@@ -297,7 +297,7 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     """
     if context.filling and len(context.tasks) == 1:
         for order in tuple(context.filling):
-            order.finish(context)
+            order.issue_until(context, -1)
         context.filling.clear()
     # Gradients are enabled inside a backward only with ``create_graph``.
     retained = torch.is_grad_enabled()

@@ -62,6 +62,10 @@ class GradientOrder(StepOrder):
         """Make ``form`` current, as ``select_form``."""
         select_form(state, form)
 
+    def recomputed(self: StepOrder) -> StepOrder:
+        """Return an order of its own: its backward may be another graph task."""
+        return GradientOrder()
+
 
 def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     """Begin a forward at ``state``, the outermost unit of this call.

@@ -93,8 +93,12 @@ class StepOrder:
             else:
                 context.enter_backward_use(log, handle, self.mode)
 
-    def finish(self, context: RuntimeContext) -> None:
-        """Issue the collectives that the end of backward owes other ranks: none."""
+    def issue_until(self, context: RuntimeContext, index: int) -> None:
+        """Issue the collectives of uses after ``index`` that other ranks wait for."""
+
+    def recomputed(self) -> StepOrder:
+        """Return the order of a forward that is recomputed in backward."""
+        raise NotImplementedError
 
     def reduce(self, context: RuntimeContext, handle: FlatParamHandle) -> None:
         """Reduce a unit whose gradients of this backward are complete."""

@@ -164,8 +164,12 @@ class GroupWatch(Recorder):
             first = store.compare_set(key, "", mine)
             self._said = key if first.decode() == mine else ""
             found.append(first)
-        if store.check([f"{key}/unlike"]):
-            found.append(store.get(f"{key}/unlike"))
+        # Also where a rank has left before it came to one that this rank has only sent.
+        sent = [each for each in list(self.log.operations) if each.state == "issued"]
+        for each in (*sent, waits):
+            unlike = f"{self.keys}/op/{each.number}/unlike"
+            if store.check([unlike]):
+                found.append(store.get(unlike))
         for other in (_Note(*json.loads(text)) for text in found):
             # A rank that has left sends no more from any thread.
             proves = self._is_ordered(other) or other.does in (_LEFT, _OWES)

@@ -20,6 +20,7 @@ from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, FullForm
 from composable_fsdp.flat.residency import NOT_GATHERED, SHARDED
 from composable_fsdp.runtime.graph_task import parameters_not_requested, will_run
 from composable_fsdp.runtime.precision import select_form
+from composable_fsdp.runtime.recover import GradientOrder
 from composable_fsdp.runtime.reduce import reduce_gradients
 from composable_fsdp.runtime.unshard import (
     keep_full,
@@ -61,6 +62,8 @@ class CommonOrder(StepOrder):
         self.forms[unit] = unit.handle.form
         return super().add(unit, begin)
 
+    recomputed = GradientOrder.recomputed
+
     def restore_form(self, state: _FSDPState, form: FullForm) -> None:
         """Make the forms of this forward current in all units, on all ranks alike."""
         assert state.context is not None
@@ -80,13 +83,9 @@ class CommonOrder(StepOrder):
         self, context: RuntimeContext, handle: FlatParamHandle, index: int
     ) -> None:
         """Issue the collectives of all uses after ``index``, in reverse."""
-        self._issue_until(context, index)
+        self.issue_until(context, index)
 
-    def finish(self, context: RuntimeContext) -> None:
-        """Issue the collectives of all uses that backward has not reached."""
-        self._issue_until(context, -1)
-
-    def _issue_until(self, context: RuntimeContext, index: int) -> None:
+    def issue_until(self, context: RuntimeContext, index: int) -> None:
         """Issue the collectives of the uses after ``index``, last to first."""
         if self not in context.filling:
             self._start(context)
@@ -123,7 +122,7 @@ class CommonOrder(StepOrder):
 def finish_later_forwards(context: RuntimeContext) -> None:
     """Finish the backward of forwards that are later than the one reached now."""
     for order in tuple(context.filling):
-        order.finish(context)
+        order.issue_until(context, -1)
         for state in dict.fromkeys(order.uses):
             _free_unused(context, state)
 
