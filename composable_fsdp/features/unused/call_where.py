@@ -268,7 +268,7 @@ class _Call:
             handle, logs = state.handle, state.handle.logs
             if not handle.layout.trainable:
                 continue
-            reduce.expect_gradients(handle)
+            handle.reduction.due = True
             reduce.copy_grads_to_reduce_buffers(self.context, handle)
             zero_missing(handle)
             for region in handle.layout.trainable:
