@@ -21,8 +21,8 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -48,6 +48,8 @@ PEAK_FLOPS = 989e12
 """Dense bf16 operations per second of an H100 (SXM)."""
 GIB = 2**30
 NAMES = ("ours", "fsdp2", "captured")
+HOST_TOKENS = 128
+"""Length at which the host's time is taken: the host never waits for the device."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +216,6 @@ class Figures:
     """A whole step, on the device."""
     compute: float
     """Forward and backward, on the device."""
-    host: float
-    """Forward and backward, until the calls have returned."""
     peak: tuple[int, int] = (0, 0)
     """The most memory, allocated and reserved."""
     idle: float = 0.0
@@ -228,6 +228,8 @@ class Results:
 
     shape: Shape
     found: dict[tuple[str, int, str], Figures] = field(default_factory=dict)
+    host: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Milliseconds until the calls of forward and backward have returned."""
 
     def row(self, how: str, tokens: int, name: str) -> list[str]:
         """The cells of one way."""
@@ -235,6 +237,7 @@ class Results:
         plain, peer = (self.found.get((how, tokens, n)) for n in ("plain", "fsdp2"))
         flops = self.shape.operations(tokens) / (got.step * 1e-3)
         units = self.shape.layers + 1
+        host, base = (self.host.get((how, n)) for n in (name, "plain"))
         return [
             name,
             f"{got.step:.1f}",
@@ -242,7 +245,7 @@ class Results:
             f"{flops / PEAK_FLOPS:.1%}",
             f"{got.step / plain.step:.3f}" if plain else "",
             f"{peer.step / got.step:.3f}" if peer else "",
-            f"{(got.host - plain.host) / units:.3f}" if plain else "",
+            f"{(host - base) / units:.3f}" if host and base else "",
             f"{got.idle:.1%}" if name != "plain" else "",
             *(f"{each / GIB:.2f}" if each else "" for each in got.peak),
         ]
@@ -268,7 +271,7 @@ def measure(trainee: Trainee, rounds: int, step: Callable[[], object]) -> Figure
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    rows = [_timed(trainee, step) for _ in range(rounds)]
+    rows = [_timed(trainee, step)[:2] for _ in range(rounds)]
     found = Figures(*(statistics.median(row) for row in zip(*rows, strict=True)))
     if is_cuda:
         stats = torch.cuda.memory_stats(device)
@@ -303,18 +306,12 @@ def _timed(trainee: Trainee, step: Callable[[], object]) -> tuple[float, float, 
     return compute + update, compute, host * 1e3
 
 
-@contextmanager
-def _made(*args: Any) -> Iterator[Trainee]:
-    """A trainee, whose memory is free again afterwards."""
-    trainees = [Trainee(*args)]
-    try:
-        yield trainees[0]
-    finally:
-        trainees.clear()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-            torch._dynamo.reset()
+def _release() -> None:
+    """Free the memory of trainees that nothing refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
 
 
 def run(
@@ -330,11 +327,10 @@ def run(
         for name in NAMES:
             # What one way cannot do takes no other way's figures with it.
             try:
-                with _made(name, shape, shape.layers, device, how) as trainee:
-                    for length in lengths:
-                        _measure_way(results, trainee, (how, length, name), rounds)
+                _measure_way(results, how, name, lengths, rounds, device)
             except RuntimeError as error:
                 say(f"  {how}, {name}: {type(error).__name__}: {error}")
+            _release()
         done = [n for n in lengths if (how, n, "ours") in results.found]
         _extrapolate(results, how, done, rounds, device)
     for length in done:
@@ -347,21 +343,48 @@ def run(
 
 
 def _measure_way(
-    results: Results, trainee: Trainee, key: tuple[str, int, str], rounds: int
+    results: Results,
+    how: str,
+    name: str,
+    lengths: Sequence[int],
+    rounds: int,
+    device: torch.device,
 ) -> None:
-    """Note and print the figures of ``key``: how, tokens, name."""
-    how, length, name = key
-    trainee.read(results.shape, length)
-    captured = capture(trainee.step) if name == "captured" else None
-    step: Callable[[], object] = captured or trainee.step
-    for _ in range(WARM_UP + 2 if captured else 2):
+    """Note and print the figures of a way of training, by length."""
+    shape = results.shape
+    trainee = Trainee(name, shape, shape.layers, device, how)
+    for length in lengths:
+        step = _warm(trainee, shape, length, captures=name == "captured")
+        results.found[how, length, name] = measure(trainee, rounds, step)
+        row = results.row(how, length, name)
+        cells = zip(HEADER[1:], row[1:], strict=True)
+        told = ", ".join(f"{title} {cell}" for title, cell in cells if cell)
+        say(f"  {how}, {length} tokens, {name}: {told}")
+    if name != "captured":  # whose calls return at once
+        results.host[how, name] = _host_time(trainee, shape, rounds)
+
+
+def _warm(
+    trainee: Trainee, shape: Shape, length: int, *, captures: bool = False
+) -> Callable[[], object]:
+    """Return a step over ``length`` tokens, after some."""
+    trainee.read(shape, length)
+    if not captures:
+        for _ in range(2):
+            trainee.step()
+        return trainee.step
+    step = capture(trainee.step)
+    for _ in range(WARM_UP + 2):
         step()
-    if captured and captured.reason:
-        say(f"  {how}, {length} tokens: no graph: {captured.reason}")
-    results.found[key] = measure(trainee, rounds, step)
-    cells = zip(HEADER[1:], results.row(*key)[1:], strict=True)
-    told = ", ".join(f"{title} {cell}" for title, cell in cells if cell)
-    say(f"  {how}, {length} tokens, {name}: {told}")
+    if step.reason:
+        say(f"  {length} tokens: no graph: {step.reason}")
+    return step
+
+
+def _host_time(trainee: Trainee, shape: Shape, rounds: int) -> float:
+    """Milliseconds of the host for forward and backward of a short sequence."""
+    step = _warm(trainee, shape, HOST_TOKENS)
+    return statistics.median(_timed(trainee, step)[2] for _ in range(rounds))
 
 
 def _extrapolate(
@@ -374,22 +397,34 @@ def _extrapolate(
     """Note what the plain model would take at full depth, from two depths that fit."""
     shape = results.shape
     depths = (max(1, shape.layers // 8), max(2, shape.layers // 4))
-    found: dict[tuple[int, int], Figures] = {}
+    found: list[list[float]] = []
     for depth in depths:
-        with _made("plain", shape, depth, device, how) as trainee:
-            for length in lengths:
-                trainee.read(shape, length)
-                for _ in range(2):
-                    trainee.step()
-                found[depth, length] = measure(trainee, rounds, trainee.step)
-    for length in lengths:
-        less, more = (found[depth, length] for depth in depths)
-        times = (shape.layers - depths[1]) / (depths[1] - depths[0])
+        found.append(_plain_times(shape, depth, how, lengths, rounds, device))
+        _release()
+    times = (shape.layers - depths[1]) / (depths[1] - depths[0])
+    *full, host = (b + times * (b - a) for a, b in zip(*found, strict=True))
+    results.host[how, "plain"] = host
+    for length, compute in zip(lengths, full, strict=True):
         ours = results.found[how, length, "ours"]
-        compute = more.compute + times * (more.compute - less.compute)
-        host = more.host + times * (more.host - less.host)
         step = compute + ours.step - ours.compute
-        results.found[how, length, "plain"] = Figures(step, compute, host)
+        results.found[how, length, "plain"] = Figures(step, compute)
+
+
+def _plain_times(
+    shape: Shape,
+    depth: int,
+    how: str,
+    lengths: Sequence[int],
+    rounds: int,
+    device: torch.device,
+) -> list[float]:
+    """Milliseconds of forward and backward by length, and last of the host."""
+    trainee = Trainee("plain", shape, depth, device, how)
+    found = []
+    for length in lengths:
+        step = _warm(trainee, shape, length)
+        found.append(measure(trainee, rounds, step).compute)
+    return [*found, _host_time(trainee, shape, rounds)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

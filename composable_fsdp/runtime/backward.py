@@ -401,6 +401,10 @@ def _on_all_gradients(state: _FSDPState, handle: FlatParamHandle) -> None:
     uses = progress.open_calls + progress.retained
     if progress.expected_calls and progress.expected_calls == uses:
         return
+    # Backward has entered every unit of the forward, so little is left that could hide
+    # a reduction: the end of the graph task reshards this unit before.
+    if uses and all(order.reached == 0 for order in progress.orders):
+        return
     if uses == 0:
         # Reshard first: the reduce buffer can then take the memory of the full
         # parameters.

@@ -9,19 +9,22 @@ if TYPE_CHECKING:
         measure_activations as measure_activations,
     )
     from composable_fsdp.tools.describe import Description as Description
+    from composable_fsdp.tools.machine import MACHINES as MACHINES
+    from composable_fsdp.tools.machine import Machine as Machine
     from composable_fsdp.tools.memory import Activations as Activations
     from composable_fsdp.tools.sharding_plan import Forecast as Forecast
-    from composable_fsdp.tools.simulated_clock import Machine as Machine
     from composable_fsdp.tools.simulation import Simulation as Simulation
+    from composable_fsdp.tools.step_time import StepTime as StepTime
 
 _resolve, __all__ = resolver(
     {
         "tools.activations": "measure_activations",
         "tools.describe": "Description",
+        "tools.machine": "MACHINES Machine",
         "tools.memory": "Activations",
         "tools.sharding_plan": "Forecast",
-        "tools.simulated_clock": "Machine",
         "tools.simulation": "Simulation",
+        "tools.step_time": "StepTime",
     }
 )
 if not TYPE_CHECKING:

@@ -6,6 +6,7 @@ names of the plan's events, so their bytes are added to those of the plan.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,6 +27,7 @@ from composable_fsdp.tools.fake_world import (
     fake_tensors,
     needing_gradients,
 )
+from composable_fsdp.tools.machine import FUSED, MEMORY, Cost
 from composable_fsdp.tools.memory import Activations
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tools.simulated_world import tensors_of
@@ -110,7 +112,7 @@ def measure_activations(
         log.measured(),
         tuple(log.begun),
         checkpointing,
-        partial(
+        measure=partial(
             measure_activations,
             module,
             plan=plan,
@@ -119,7 +121,18 @@ def measure_activations(
             batch=text,
             checkpointing=checkpointing,
         ),
+        work=log.work,
+        tokens=_tokens(given),
     )
+
+
+def _tokens(given: Any) -> int:
+    """Return the number of ids in a batch, or of rows."""
+    first = next(iter(tensors_of(given)), None)
+    if first is None or not first.ndim:
+        return 1
+    ids = not first.is_floating_point() and not first.is_complex()
+    return first.numel() if ids else first.shape[0]
 
 
 def _stand_in(module: nn.Module, plan: ShardingPlan, stack: ExitStack) -> list[Tensor]:
@@ -200,6 +213,14 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no type
         self._running = [""]
         # Units in whose forward a nested unit has run.
         self._entered: set[str] = set()
+        self.work: defaultdict[Any, Counter[Cost]] = defaultdict(Counter)
+        """The operations of each window."""
+        # Of compiled kernels: sizes of blocks that only they have written, and what the
+        # present kernel has read, in bytes, and in which window.
+        self._made: dict[Block, int] = {}
+        self._seen: set[Block] = set()
+        self._moved = 0
+        self._filled = self.window
         # Nested units whose backward is not over, by the unit around them.
         self._pending: dict[str, int] = {}
 
@@ -212,6 +233,32 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no type
     def place(self) -> str:
         window = self.changes[-1].at if self.changes else self.window
         return f"{window.phase} of {window.unit or ROOT_NAME}"
+
+    def ran(self, cost: Cost, read: list[Tensor], written: list[Tensor]) -> None:
+        if self.window != self._filled:
+            # What the kernels of the last window have made and left is in memory.
+            left = sum(n for block, n in self._made.items() if block.nbytes)
+            self._end_kernel(left)
+            self._made.clear()
+            self._filled = self.window
+        self.work[self.window][cost] += 1
+        inputs, outputs = list(map(self.meet, read)), list(map(self.meet, written))
+        # A compiler computes what is between matrix products in one kernel. Memory has
+        # what goes into the kernel, and what products or later windows read of it.
+        if cost.kind == MEMORY:
+            new = {each for each in inputs if each not in self._made} - self._seen
+            self._seen |= new
+            self._moved += sum(block.nbytes for block in new)
+            self._made.update({block: block.nbytes for block in outputs})
+        else:
+            self._end_kernel(sum(self._made.pop(block, 0) for block in inputs))
+
+    def _end_kernel(self, written: int) -> None:
+        """Note the kernel that a compiler makes of the operations so far."""
+        moved, self._moved = self._moved + written, 0
+        self._seen.clear()
+        if moved:
+            self.work[self._filled][Cost(FUSED, 0, moved)] += 1
 
     def hold(self, tensors: Sequence[Tensor]) -> None:
         """Leave parameters and buffers out; tell their gradients from the rest."""

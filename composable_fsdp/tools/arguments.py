@@ -17,6 +17,7 @@ import torch
 from composable_fsdp.config import BackwardPrefetch, Block, RowBlock, ShardingStrategy
 from composable_fsdp.features.wires.formats import Float8Wire, Int8Wire
 from composable_fsdp.storage.opening import FORMATS
+from composable_fsdp.tools.machine import MACHINES
 from composable_fsdp.tools.memory import OPTIMIZERS
 
 DTYPES = {
@@ -148,6 +149,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "wire": {"choices": WIRES},
     "tied": {"choices": ("error", "promote")},
     "optimizer": {"choices": OPTIMIZERS},
+    "machine": {"choices": MACHINES},
     "format": {"choices": FORMATS, "required": True},
 }
 """Words for argparse by the kind of a value; kinds in capitals name it in the help."""
@@ -219,6 +221,12 @@ models MODELS
     draw the memory over one step, as plan.png, .svg or .pdf
 --diff
     print how two MODELs differ
+--time machine
+    tell how long a step takes on such GPUs, by arithmetic; needs --batch
+--compile
+    of --time: torch.compile fuses what is between matrix products
+--float8
+    of --time: matrix products below the root are in float8
 {_MODEL}--optimizer NAME=adamw
     {", ".join(OPTIMIZERS)}, or bytes per parameter, as 2 (default: adamw)
 --checkpointing

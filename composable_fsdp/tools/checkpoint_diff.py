@@ -213,21 +213,16 @@ def _same(first: Any, second: Any) -> bool:
         lengths = [(len(each), getattr(each, "maxlen", 0)) for each in (first, second)]
         return lengths[0] == lengths[1] and all(map(_same, first, second))
     # Tensors, and arrays of numpy, compare to arrays, which have no truth.
-    if isinstance(first, Tensor) or (
-        hasattr(first, "tobytes") and hasattr(second, "tobytes")
+    if all(
+        hasattr(each, "dtype") and hasattr(each, "shape") for each in (first, second)
     ):
-        return _same_array(first, second)
+        if first.dtype != second.dtype or first.shape != second.shape:
+            return False
+        if isinstance(first, Tensor):
+            return _distance(first.reshape(-1), second.reshape(-1), 0.0)[0] == 0
+        return bool(first.tobytes() == second.tobytes())
     # Only NaN differs from itself.
     return bool(first == second) or (first != first and second != second)
-
-
-def _same_array(first: Any, second: Any) -> bool:
-    """Return whether two tensors, or two arrays of numpy, are equal."""
-    if first.dtype != second.dtype or first.shape != second.shape:
-        return False
-    if isinstance(first, Tensor):
-        return _distance(first.reshape(-1), second.reshape(-1), 0.0)[0] == 0
-    return bool(first.tobytes() == second.tobytes())
 
 
 def _show(found: Report) -> None:

@@ -5,7 +5,7 @@ A description is made of plans, so it needs no collective and reads no values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, NamedTuple
@@ -42,24 +42,17 @@ class HeldPart(NamedTuple):
 
 @dataclass(frozen=True)
 class DescribedUnit:
-    """A unit of a model.
-
-    Args:
-        plan: the unit as integers and names; the names are from the unit's module.
-        names: by index of the slot, the names of a parameter from the model; a tied
-            parameter has several.
-        ranks: the ranks that hold the shards, in the order of the shards.
-        state: "sharded" or "full".
-        device: the device of the full parameters.
-        experts: the ranks with other experts, of a unit with an ``expert_mesh``.
-    """
+    """A unit of a model; ``state`` is "sharded" or "full"."""
 
     plan: UnitPlan
     names: Mapping[int, tuple[str, ...]]
+    """By index of the slot, the names from the model; a tied parameter has several."""
     ranks: tuple[int, ...]
+    """The ranks that hold the shards, in the order of the shards."""
     state: str
     device: str
     experts: tuple[int, ...] = ()
+    """The ranks with other experts, of a unit with an ``expert_mesh``."""
 
     def parts(self, region: RegionLayout, slot: ParameterSlot) -> list[HeldPart]:
         """Return the parts of a parameter, one per rank that holds elements."""
@@ -78,31 +71,75 @@ class DescribedUnit:
             "ranks": list(self.ranks),
             "replicas": plan.replicas,
             "bytes_per_rank": plan.parameter_bytes,
-            "regions": [
-                {
-                    "dtype": dtype_text(region.dtype),
-                    "numel": region.numel,
-                    "padded_numel": region.padded_numel,
-                    "shard_numel": region.shard_numel,
-                    "parameters": [
-                        {
-                            "names": list(self.names[slot.index]),
-                            "shape": list(slot.shape),
-                            "offset": slot.offset,
-                            "shards": [p._asdict() for p in self.parts(region, slot)],
-                        }
-                        for slot in region.parameters
-                    ],
-                    "trainable": region.trainable,
-                }
-                for region in plan.regions
-            ],
+            "regions": [self._region(region) for region in plan.regions],
             "strategy": plan.options.strategy.name,
             "device": self.device,
             "offloaded": plan.is_offloaded,
         }
         # Most units have the same parameters on all ranks.
         return {**found, "experts": list(self.experts)} if self.experts else found
+
+    def _region(self, region: RegionLayout) -> dict[str, Any]:
+        """Return a region for JSON."""
+        sizes = ("numel", "padded_numel", "shard_numel", "trainable")
+        return {
+            "dtype": dtype_text(region.dtype),
+            **{name: getattr(region, name) for name in sizes},
+            "parameters": [
+                {
+                    "names": list(self.names[slot.index]),
+                    "shape": list(slot.shape),
+                    "offset": slot.offset,
+                    "shards": [p._asdict() for p in self.parts(region, slot)],
+                }
+                for slot in region.parameters
+            ],
+        }
+
+    def lines(self, name: str, times: int) -> Iterator[str]:
+        """Yield the lines of ``times`` equal units, of their regions and parameters."""
+        plan = self.plan
+        replicas = f" x {plan.replicas} replicas" if plan.replicas > 1 else ""
+        words = [
+            f"{name} {plan.class_name}".rstrip()
+            + (f" ({times} x)" if times > 1 else ""),
+            f"{self.state} over {counted(len(self.ranks), 'rank')}{replicas}",
+            f"other experts on ranks {list(self.experts)}" if self.experts else "",
+            f"{size_text(plan.parameter_bytes)} per rank",
+            plan.options.strategy.name,
+            self.device,
+            "shards on the host" if plan.is_offloaded else "",
+        ]
+        yield ", ".join(filter(None, words))
+        # The names of equal units differ, so those from the unit stand for all. Columns
+        # are as wide as the widest entry of the unit.
+        slots = [slot for region in plan.regions for slot in region.parameters]
+        names = {
+            slot.index: " = ".join(slot.fqns if times > 1 else self.names[slot.index])
+            for slot in slots
+        }
+        width = max(map(len, names.values()), default=0)
+        shapes = max((len(str(slot.shape)) for slot in slots), default=0)
+        for region in plan.regions:
+            yield (
+                f"  {dtype_text(region.dtype)}{'' if region.trainable else ' frozen'}, "
+                f"{region.numel:,} elements, {region.shard_numel:,} per rank, "
+                f"{region.padded_numel - region.numel:,} of padding"
+            )
+            for slot in region.parameters:
+                # The shape is that of this rank's part of the plain model's parameter.
+                whole = "" if slot.whole is None else f", {slot.whole}"
+                # Shards of ``Block.ELEMENT`` may begin inside a row.
+                rows = plan.options.keeps_rows and len(slot.shape) > 1 and slot.numel
+                held = _held(
+                    self.parts(region, slot),
+                    slot.numel // slot.shape[0] if rows else None,
+                    slot.numel,
+                )
+                yield (
+                    f"    {names[slot.index]:{width}}  {slot.shape!s:{shapes}}  "
+                    f"{held or 'no elements'}{whole}"
+                )
 
 
 class DescribedTensor(NamedTuple):
@@ -166,24 +203,31 @@ class Description:
             )
         lines = [f"{self.title}: {', '.join(words)}"]
         for fold in fold_units(plans):
-            lines += _unit_lines(fold.name, fold.times, self.units[fold.indices[0]])
+            lines += self.units[fold.indices[0]].lines(fold.name, fold.times)
         if self.tensors:
             lines.append("in no unit, whole on every rank" if self.units else "tensors")
-            # Names are left-aligned, and the columns behind them begin alike.
-            names = [" = ".join((each.name, *each.also)) for each in self.tensors]
-            width = max(map(len, names))
-            for name, each in zip(names, self.tensors, strict=True):
-                parts = each.parts if len(each.parts) > 1 else ()
-                told = [
-                    f"rank {rank}: {_range('element', start, stop)}"
-                    for rank, start, stop in parts
-                ]
-                lines.append(
-                    f"  {name:{width}}  {each.kind} {each.dtype} {each.shape}"
-                    f"{_few(told) and f'  {_few(told)}'}"
-                )
+        names = [" = ".join((each.name, *each.also)) for each in self.tensors]
+        width = max(map(len, names), default=0)
+        for name, each in zip(names, self.tensors, strict=True):
+            held = _held(each.parts) if len(each.parts) > 1 else ""
+            text = f"  {name:{width}}  {each.kind} {each.dtype} {each.shape}  {held}"
+            lines.append(text.rstrip())
         # Names from a file may hold escape sequences.
         return "\n".join(map(printable, lines))
+
+
+def _held(parts: Iterable[HeldPart], row: int | None = None, whole: int = -1) -> str:
+    """Return which rank holds which elements, or rows of ``row`` elements."""
+    words = []
+    for rank, start, stop in parts:
+        first, last = start // (row or 1), -(-stop // (row or 1)) - 1
+        what = "element" if row is None else "row"
+        some = f"{what}s {first:,}-{last:,}" if last > first else f"{what} {first:,}"
+        words.append(f"rank {rank}: {'whole' if stop - start == whole else some}")
+    # Of many ranks the first two and the last tell the sizes.
+    if len(words) > _RANKS:
+        words = [*words[:2], f"... ({len(words) - 3} more)", words[-1]]
+    return " | ".join(words)
 
 
 def describe(what: nn.Module | str | PathLike[str]) -> Description:
@@ -226,10 +270,31 @@ def _of_model(model: nn.Module) -> Description:
         )
     # Wrappers add no component to the names.
     names = {id(module): fqn for fqn, module in walk.named(model)}
+    # While a unit is full, its modules show the full leaves.
+    held = {
+        id(leaf)
+        for _, state in states
+        for leaf in (*state.handle.leaves, *state.handle.form.placed)
+    }
     return Description(
         type(model).__name__,
         tuple(_unit_of(fqn, state, names) for fqn, state in states),
-        tuple(_tensors_of(model, [state for _, state in states])),
+        tuple(
+            DescribedTensor(
+                join_name(fqn, key),
+                kind,
+                dtype_text(tensor.dtype),
+                tuple(tensor.shape),
+            )
+            for fqn, module in walk.named(model)
+            for kind, table in (
+                ("parameter", module._parameters),
+                ("buffer", module._buffers),
+            )
+            for key, tensor in table.items()
+            # A module may register None in the place of a bias.
+            if tensor is not None and id(tensor) not in held
+        ),
     )
 
 
@@ -258,26 +323,6 @@ def _unit_of(fqn: str, state: _FSDPState, names: Mapping[int, str]) -> Described
         # Of this rank's experts the line itself tells.
         tuple(rank for rank in experts if rank != here),
     )
-
-
-def _tensors_of(
-    model: nn.Module, states: list[_FSDPState]
-) -> Iterator[DescribedTensor]:
-    """Yield the buffers of a model, and the parameters that no unit holds."""
-    # While a unit is full, its modules show the full leaves.
-    held = {
-        id(leaf)
-        for state in states
-        for leaf in (*state.handle.leaves, *state.handle.form.placed)
-    }
-    for fqn, module in walk.named(model):
-        tables = ("parameter", module._parameters), ("buffer", module._buffers)
-        for kind, table in tables:
-            for key, tensor in table.items():
-                # A module may register None in the place of a bias.
-                if tensor is not None and id(tensor) not in held:
-                    name, shape = join_name(fqn, key), tuple(tensor.shape)
-                    yield DescribedTensor(name, kind, dtype_text(tensor.dtype), shape)
 
 
 def _of_checkpoint(path: str | PathLike[str]) -> Description:
@@ -339,72 +384,3 @@ def _parts(saved: SavedTensor) -> tuple[HeldPart, ...]:
         HeldPart(at.file, start, stop)
         for at, (start, stop, _) in zip(saved.parts, saved.spans(), strict=True)
     )
-
-
-def _unit_lines(name: str, times: int, unit: DescribedUnit) -> list[str]:
-    """Return the lines of equal units, of their regions and parameters."""
-    # Replicas hold the same shards, so only their number is told.
-    plan = unit.plan
-    replicas = f" x {plan.replicas} replicas" if plan.replicas > 1 else ""
-    words = [
-        f"{name} {plan.class_name}".rstrip() + (f" ({times} x)" if times > 1 else ""),
-        f"{unit.state} over {counted(len(unit.ranks), 'rank')}{replicas}",
-        f"other experts on ranks {list(unit.experts)}" if unit.experts else "",
-        f"{size_text(plan.parameter_bytes)} per rank",
-        plan.options.strategy.name,
-        unit.device,
-        "shards on the host" if plan.is_offloaded else "",
-    ]
-    lines = [", ".join(filter(None, words))]
-    # The names of equal units differ, so those from the unit stand for all. Columns are
-    # as wide as the widest entry of the unit.
-    slots = [slot for region in plan.regions for slot in region.parameters]
-    names = {
-        slot.index: " = ".join(slot.fqns if times > 1 else unit.names[slot.index])
-        for slot in slots
-    }
-    width = max(map(len, names.values()), default=0)
-    shapes = max((len(str(slot.shape)) for slot in slots), default=0)
-    for region in plan.regions:
-        frozen = "" if region.trainable else " frozen"
-        padding = region.padded_numel - region.numel
-        lines.append(
-            f"  {dtype_text(region.dtype)}{frozen}, {region.numel:,} elements, "
-            f"{region.shard_numel:,} per rank, {padding:,} of padding"
-        )
-        for slot in region.parameters:
-            # The shape is that of this rank's part of the plain model's parameter.
-            whole = "" if slot.whole is None else f", {slot.whole}"
-            lines.append(
-                f"    {names[slot.index]:{width}}  {slot.shape!s:{shapes}}  "
-                f"{_held(unit, region, slot)}{whole}"
-            )
-    return lines
-
-
-def _held(unit: DescribedUnit, region: RegionLayout, slot: ParameterSlot) -> str:
-    """Return which rank holds what of a parameter."""
-    # Shards of ``Block.ELEMENT`` may begin inside a row.
-    by_rows = unit.plan.options.keeps_rows and len(slot.shape) > 1 and slot.numel
-    what, width = ("row", slot.numel // slot.shape[0]) if by_rows else ("element", 1)
-    words = []
-    for rank, start, stop in unit.parts(region, slot):
-        part = _range(what, start // width, -(-stop // width))
-        words.append(
-            f"rank {rank}: {'whole' if (start, stop) == (0, slot.numel) else part}"
-        )
-    return _few(words) or "no elements"
-
-
-def _few(words: list[str]) -> str:
-    """Return the words of each rank in a line, at most four ranks."""
-    # Of many ranks the first two and the last tell the sizes.
-    if len(words) > _RANKS:
-        words = [*words[:2], f"... ({len(words) - 3} more)", words[-1]]
-    return " | ".join(words)
-
-
-def _range(what: str, start: int, stop: int) -> str:
-    """Return rows or elements ``[start, stop)`` in words."""
-    last = stop - 1
-    return f"{what}s {start:,}-{last:,}" if last > start else f"{what} {start:,}"

@@ -85,14 +85,13 @@ def _show(found: Report) -> None:
     for section, entries in found.items():
         print(section)
         rows = entries.items() if isinstance(entries, dict) else enumerate(entries)
-        # Equal widths, so that a reader finds a value by its column.
-        lines = [(str(key), value) for key, value in rows]
-        width = max([len(key) for key, _ in lines], default=0)
-        # A machine without a GPU, or without settings, is worth a line, too.
-        for key, value in lines or [("none", "")]:
-            text = value
-            if isinstance(value, dict):
-                text = ", ".join(f"{name} {each}" for name, each in value.items())
+        # Equal widths, so that a reader finds a value by its column. A machine without
+        # a GPU, or without settings, is worth a line, too.
+        lines = [(str(key), value) for key, value in rows] or [("none", "")]
+        width = max(len(key) for key, _ in lines)
+        for key, value in lines:
+            parts = value.items() if isinstance(value, dict) else ()
+            text = ", ".join(f"{name} {each}" for name, each in parts) or value
             print(f"  {key:{width}}  {text}".rstrip())
 
 

@@ -13,13 +13,7 @@ from composable_fsdp.planning.unit_plan import UnitPlan
 
 
 class Fold(NamedTuple):
-    """Equal units.
-
-    Args:
-        name: the names of all units, such as "blocks.0-23".
-        unit: the first of the units.
-        indices: the places of the units in the plan.
-    """
+    """Equal units: the names of all, such as "blocks.0-23", the first, their places."""
 
     name: str
     unit: UnitPlan

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from composable_fsdp.errors import PlanError
-from composable_fsdp.tools.memory import OPTIMIZERS, Activations, OptimizerMemory
+from composable_fsdp.tools.memory import (
+    Activations,
+    OptimizerMemory,
+    optimizer_memory,
+)
 from composable_fsdp.tools.sharding_plan import Forecast, ShardingPlan
-
-
-def optimizer_memory(given: str | float | OptimizerMemory) -> OptimizerMemory:
-    """Return the memory of an optimizer by name, or by bytes per element, as text too.
-
-    Raises: PlanError, if ``given`` is neither.
-
-    >>> optimizer_memory("adamw").states, optimizer_memory(2.5).bytes_per_element
-    (2, 2.5)
-    """
-    if isinstance(given, OptimizerMemory):
-        return given
-    if isinstance(given, str) and given.lower() in OPTIMIZERS:
-        return OPTIMIZERS[given.lower()]
-    # The command line passes numbers as text.
-    try:
-        size = float(given)
-    except (TypeError, ValueError):
-        size = -1.0
-    # Neither NaN nor infinity is a size.
-    if not 0 <= size < 1e6:
-        raise PlanError(
-            f"optimizer expects one of {', '.join(OPTIMIZERS)}, or the bytes that the "
-            f"optimizer keeps per element of a parameter, such as 2; got {given!r}."
-        )
-    return OptimizerMemory(f"{size:g} bytes per element", bytes_per_element=size)
 
 
 def forecast(

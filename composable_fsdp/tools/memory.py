@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,30 +10,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.unit_plan import UnitPlan
+from composable_fsdp.tools.machine import Cost
 
 
 class Memory(NamedTuple):
-    """Bytes of a rank at a moment of a step, by kind.
+    """Bytes of a rank at a moment of a step, by kind; ``total`` leaves ``host`` out.
 
-    Args:
-        parameters: sharded parameters, and parameters that no unit holds.
-        buffers: buffers of the modules, which only ``simulate`` counts.
-        gradients: sharded gradients.
-        optimizer: states of the optimizer.
-        full: full parameters in use, or not freed yet.
-        ahead: full parameters whose all-gather is in flight, ahead of their use;
-            ``simulate`` counts them as ``full``.
-        reduce: buffers of reductions.
-        in_flight: gradients from autograd that are not in a reduce buffer yet;
-            ``simulate`` counts them as temporaries.
-        activations: tensors of the forward that backward needs, the batch included.
-        temporaries: tensors that a computation or the optimizer's step allocates and
-            frees, such as gradients of activations.
-        host: shards, gradients and states of offloaded units in host memory, which are
-            not in ``total``.
-        when: the moment, for a reader.
+    A step on tensors (``simulate``) counts ``ahead`` as ``full``, and ``in_flight``,
+    gradients that are in no reduce buffer yet, as ``temporaries``; a plan has no
+    ``buffers``.
     """
 
     parameters: int = 0
@@ -59,13 +48,7 @@ class Memory(NamedTuple):
 
 
 class StepMoment(NamedTuple):
-    """A moment of a step.
-
-    Args:
-        memory: the bytes.
-        event: of a plan, the ``step_memory.Event``; None for the optimizer's step.
-        seconds: of a simulated step, the time since its start.
-    """
+    """A moment of a step, with the event of a plan or the seconds of a simulation."""
 
     memory: Memory
     event: Any = None
@@ -88,6 +71,8 @@ class Activations:
         checkpointed: whether each unit directly below the root runs under activation
             checkpointing.
         measure: measures the same step for another plan, or with checkpointing.
+        work: how often which operation runs, per window, for ``step_time``.
+        tokens: ids of the batch; rows of a batch of real numbers.
     """
 
     batch: str
@@ -95,6 +80,8 @@ class Activations:
     order: tuple[str, ...] = field(repr=False)
     checkpointed: bool
     measure: Callable[..., Activations] = field(repr=False, compare=False)
+    work: Mapping[Any, Counter[Cost]] = field(default_factory=dict, repr=False)
+    tokens: int = 1
 
     def with_checkpointing(self) -> Activations:
         """Measure again, with checkpointing of each unit directly below the root."""
@@ -124,16 +111,8 @@ class Activations:
 class OptimizerMemory(NamedTuple):
     """Bytes of an optimizer, for this rank's shards.
 
-    Args:
-        name: the name, for a reader.
-        states: tensors that the optimizer keeps per trainable parameter, in the
-            parameter's dtype. Default 0.
-        temporaries: tensors of the parameter's dtype and size that the step allocates
-            for all parameters together, as the ``foreach`` form of AdamW does. Default
-            0.
-        bytes_per_element: bytes that the optimizer keeps per element of a trainable
-            parameter, besides ``states``. Default 0.
-        make: the optimizer itself, for a simulated step. Default None.
+    Tensors per trainable parameter that stay (``states``) and that a step allocates
+    (``temporaries``, as the ``foreach`` form of AdamW does), and bytes per element.
     """
 
     name: str
@@ -187,3 +166,29 @@ OPTIMIZERS = {
     "none": OptimizerMemory("no optimizer"),
 }
 """Optimizers of torch by the names that ``forecast`` and ``simulate`` accept."""
+
+
+def optimizer_memory(given: str | float | OptimizerMemory) -> OptimizerMemory:
+    """Return the memory of an optimizer by name, or by bytes per element, as text too.
+
+    Raises: PlanError, if ``given`` is neither.
+
+    >>> optimizer_memory("adamw").states, optimizer_memory(2.5).bytes_per_element
+    (2, 2.5)
+    """
+    if isinstance(given, OptimizerMemory):
+        return given
+    if isinstance(given, str) and given.lower() in OPTIMIZERS:
+        return OPTIMIZERS[given.lower()]
+    # The command line passes numbers as text.
+    try:
+        size = float(given)
+    except (TypeError, ValueError):
+        size = -1.0
+    # Neither NaN nor infinity is a size.
+    if not 0 <= size < 1e6:
+        raise PlanError(
+            f"optimizer expects one of {', '.join(OPTIMIZERS)}, or the bytes that the "
+            f"optimizer keeps per element of a parameter, such as 2; got {given!r}."
+        )
+    return OptimizerMemory(f"{size:g} bytes per element", bytes_per_element=size)

@@ -26,11 +26,13 @@ from composable_fsdp.tools.command import BAD, USAGE, Command, Report
 from composable_fsdp.tools.fake_world import simulated_meshes
 from composable_fsdp.tools.fit import at_world_sizes, fit
 from composable_fsdp.tools.forecast import forecast
+from composable_fsdp.tools.machine import Machine
 from composable_fsdp.tools.model_units import NoSplitPolicy, guess_units, unit_names
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.plan_pictures import draw_memory
+from composable_fsdp.tools.sharding_plan import Forecast
 from composable_fsdp.tools.simulate import simulate
-from composable_fsdp.tools.simulated_clock import Clock, Machine
+from composable_fsdp.tools.simulated_clock import Clock
 from composable_fsdp.tools.simulated_world import simulated_world
 from composable_fsdp.tools.simulation import Simulation
 
@@ -87,8 +89,9 @@ def _report_of(
         **options,
     )
     activations = None
-    if given.checkpointing and inputs is None:
-        raise PlanError("--checkpointing needs --batch, as --batch 1x4096.")
+    for option in ("checkpointing", "time"):
+        if getattr(given, option) and inputs is None:
+            raise PlanError(f"--{option} needs --batch, as --batch 1x4096.")
     # The report says if activations are left out.
     if inputs is not None:
         if plan_models.is_sharded(model.module):
@@ -119,9 +122,28 @@ def _report_of(
         tensor_parallel_size=given.tensor_parallel_size,
         notes=[*model.notes, *([own] if cut > 1 else [])],
     )
-    # A key that is absent was not asked for.
+    _answer(report, found, given)
+    return report
+
+
+def _answer(report: Report, found: Forecast, given: argparse.Namespace) -> None:
+    """Add what further options ask for; a key that is absent was not asked for."""
+    cut = given.tensor_parallel_size or 1
     if given.gpu_memory is not None:
         report["fit"] = fit(found, given.gpu_memory, cut)
+    if given.time and found.activations is not None:
+        time = found.plan.step_time(
+            given.time,
+            found.activations,
+            optimizer=given.optimizer,
+            compiled=given.compile,
+            float8=given.float8,
+        )
+        report["time"] = {
+            "machine": given.time,
+            **time._asdict(),
+            "tokens_per_second": time.tokens_per_second,
+        }
     if given.world_sizes:
         report["world_sizes"] = at_world_sizes(
             found, given.world_sizes, cut, given.gpu_memory
@@ -130,7 +152,6 @@ def _report_of(
         draw_memory(given.plot, found, given.gpu_memory)
         # The report says where the picture is, also in JSON.
         report["plot"] = str(given.plot)
-    return report
 
 
 def _show_plan(found: Report) -> None:
@@ -237,10 +258,8 @@ def _job(given: argparse.Namespace) -> Iterator[DeviceMesh | None]:
 
 
 class _Asked(NamedTuple):
-    """A model, arguments of its forward (None: unknown), and those of ``fully_shard``.
-
-    ``units_from`` says for a reader how the units were selected.
-    """
+    """A model, arguments of its forward (None: unknown), and those of ``fully_shard``,
+    with a text on how the units were selected."""
 
     model: plan_models.Model
     inputs: Any

@@ -81,6 +81,11 @@ class NoSplitPolicy:
 def guess_units(module: nn.Module) -> tuple[list[str], str]:
     """Return the names of modules that are good units, and a reason for a reader."""
     chosen, reason = _units(module, None)
+    if not any(name for name, _ in chosen):
+        found = _repeated(list(walk.named(module)))
+        tied = _tied_outside(module, [each for _, each in found])
+        chosen = [(name, each) for name, each in found if each not in tied]
+        reason = "classes that the model has several times"
     counts = Counter(type(each).__name__ for _, each in chosen)
     text = ", ".join(f"{times} {name}" for name, times in counts.items())
     # The root is a unit anyway.
@@ -117,14 +122,34 @@ def _tied_outside(root: nn.Module, modules: Sequence[nn.Module]) -> set[nn.Modul
 
     # Most models tie one parameter or none, and no unit is searched then.
     everywhere = {p: times for p, times in places(root).items() if times > 1}
-    if not everywhere:
-        return set()
     return {
         module
         for module in modules
-        for parameter, times in places(module).items()
-        if times < everywhere.get(parameter, times)
+        if everywhere
+        and any(times < everywhere.get(p, times) for p, times in places(module).items())
     }
+
+
+def _repeated(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Return the outermost modules of classes that a model has several times."""
+    able = [
+        (name, each)
+        for name, each in named[1:]
+        if not (isinstance(each, nn.Sequential) or walk.is_container(each))
+        and any(True for _ in each.parameters())
+    ]
+    found: list[tuple[str, nn.Module]] = []
+    # Blocks go before the layers of which blocks are made.
+    blocks = [pair for pair in able if list(pair[1].children())]
+    for rest in (blocks, able):
+        counts = Counter(type(each) for _, each in rest)
+        for name, each in rest:
+            inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+            if counts[type(each)] > 1 and not inside:
+                found.append((name, each))
+        if found:
+            break
+    return found
 
 
 def _entries_of_lists(named: Sequence[tuple[str, nn.Module]]) -> list[Any]:

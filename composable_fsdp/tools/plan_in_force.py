@@ -37,11 +37,10 @@ def _options_in_force(state: _FSDPState) -> UnitOptions:
     # The first forward sets the flag of a root, which every plan keeps full anyway.
     if state._is_root or reshards is None or reshards == options.reshard_after_forward:
         return options
-    other = {
-        ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
-        ShardingStrategy.HYBRID_SHARD: ShardingStrategy._HYBRID_SHARD_ZERO2,
-    }
-    # Each of the two strategies of a pair is the other with another flag.
-    other |= {after: before for before, after in other.items()}
-    # NO_SHARD has nothing to reshard.
+    pairs = [
+        (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP),
+        (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2),
+    ]
+    # Each of a pair is the other with another flag; NO_SHARD has nothing to reshard.
+    other = dict([*pairs, *(pair[::-1] for pair in pairs)])
     return replace(options, strategy=other.get(options.strategy, options.strategy))

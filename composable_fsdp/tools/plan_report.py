@@ -220,6 +220,13 @@ def text_of(report: Report, width: int | None = None) -> str:
         )
     saved = size_text(report["save_bytes"])
     lines.append(f"async_save holds {saved} of host memory per rank.")
+    if "time" in report:
+        time = report["time"]
+        lines.append(
+            f"Time of a step on {time['machine']}: {time['seconds']:.3g} s, of which "
+            f"{time['waiting']:.3g} s wait; {time['tokens_per_second']:,.0f} tokens "
+            "per second and GPU."
+        )
     if report["peak"]["activations_of"] is None:
         lines.append("Activations are left out; a batch, as --batch 1x4096, adds them.")
     if "fit" in report:

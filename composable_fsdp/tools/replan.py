@@ -50,11 +50,10 @@ def replan(
 def _shard_world_size(plan: ShardingPlan, ranks: int) -> int | None:
     """Return the size of the plan's shard groups; None for a group of all ranks."""
     for unit in plan.units:
-        strategy = unit.options.strategy
+        strategy, size = unit.options.strategy, unit.shard_world_size
         # NO_SHARD replicates over all ranks and says nothing about groups.
         if strategy is ShardingStrategy.NO_SHARD:
             continue
-        size = unit.shard_world_size
         if unit.replicas > 1 or strategy in HYBRID:
             if ranks > size and ranks % size:
                 raise PlanError(

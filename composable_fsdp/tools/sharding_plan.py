@@ -18,16 +18,19 @@ from composable_fsdp.planning.planner import Target, plan_targets
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.storage.save_parts import save_bytes
 from composable_fsdp.tools.fold import Fold, fold_units
+from composable_fsdp.tools.machine import Machine, machine_of
 from composable_fsdp.tools.memory import (
     OPTIMIZERS,
     Activations,
     Memory,
     OptimizerMemory,
     StepMoment,
+    optimizer_memory,
 )
 from composable_fsdp.tools.owner_plan import OwnerPlan, plan_owners
 from composable_fsdp.tools.plan_report import report_of, text_of
 from composable_fsdp.tools.step_memory import StepMemory, memory_of_step
+from composable_fsdp.tools.step_time import StepTime, time_of_step
 from composable_fsdp.tools.unit_costs import Traffic, UnitMemory, traffic_of
 
 
@@ -215,6 +218,43 @@ class ShardingPlan:
         most = max((each.memory for each in moments), key=lambda now: now.total)
         return most._replace(full=most.full + most.ahead, ahead=0)
 
+    def step_time(
+        self,
+        machine: str | Machine,
+        activations: Activations,
+        *,
+        optimizer: str | float | OptimizerMemory = "adamw-fused",
+        compiled: bool = False,
+        float8: bool = False,
+    ) -> StepTime:
+        """Return how long a step takes on ``machine``, by its schedule.
+
+        Operations and bytes are those of the measured step; all-gathers and reductions
+        run beside them, in the order of the step. The schedule is that of CUDA.
+
+        Args:
+            machine: a ``Machine``, or the name of one in ``MACHINES``, such as "h100".
+            activations: the result of ``measure_activations`` for this plan.
+            optimizer: as in ``forecast``. Default "adamw-fused".
+            compiled: whether ``torch.compile`` fuses what is between matrix products.
+                Default False.
+            float8: whether matrix products below the root are in float8. Default False.
+
+        Returns: seconds, and tokens per second and rank.
+        Raises: PlanError, for an unknown machine.
+        """
+        found = self.in_forward_order(activations.order)
+        kept = optimizer_memory(optimizer)
+        return time_of_step(
+            found.moments(kept),
+            found.units,
+            machine_of(machine),
+            activations,
+            kept,
+            compiled=compiled,
+            float8=float8,
+        )
+
     def step_memory(self, *, device_type: str = "cuda") -> StepMemory:
         """Return the memory of a step, operation by operation.
 
@@ -263,18 +303,7 @@ def plan_modules(
 
 
 class UnitRow(NamedTuple):
-    """Equal units, with the bytes of all of them per rank.
-
-    Args:
-        fold: the units.
-        numel: elements of the parameters.
-        padded_numel: elements of the parameters, padding included.
-        parameters: bytes of sharded parameters.
-        gradients: bytes of sharded gradients.
-        optimizer: bytes of optimizer states.
-        full: bytes of a single unsharded unit.
-        traffic: collectives of a step and their bytes.
-    """
+    """Equal units, with the bytes of all of them per rank; ``full`` is of one unit."""
 
     fold: Fold
     numel: int

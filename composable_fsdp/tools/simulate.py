@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp.access.grads import clip_grad_norm_
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.errors import PlanError
-from composable_fsdp.flat.region import FlatParameter, TrainableRegion
+from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.tools import fake_world, tensor_parallel
+from composable_fsdp.tools.machine import Machine
 from composable_fsdp.tools.memory import OPTIMIZERS
 from composable_fsdp.tools.model_units import unit_names
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.plan_models import is_sharded
-from composable_fsdp.tools.simulated_clock import Clock, Machine
+from composable_fsdp.tools.simulated_clock import Clock
 from composable_fsdp.tools.simulated_world import replaced, simulated_world, tensors_of
 from composable_fsdp.tools.simulation import Simulation
 from composable_fsdp.tools.storages import MemoryLog
@@ -45,6 +45,7 @@ class _Step(NamedTuple):
     loss: Callable[[Any], Tensor]
     optimizer: torch.optim.Optimizer | None
     max_norm: float | None
+    streams: bool
 
 
 def simulate(
@@ -144,16 +145,14 @@ def simulate(
                 )
             args, kwargs = fake_world.fake_arguments(given)
             made = _optimizer(optimizer, module, streams=streams)
-            step = _Step(
-                module, args, kwargs, loss or fake_world.default_loss, made, max_norm
-            )
-            mark = partial(_mark, step, log, streams=streams)
-            _run(step, clock, mark)
+            loss = loss or fake_world.default_loss
+            step = _Step(module, args, kwargs, loss, made, max_norm, streams)
+            _run(step, clock, log)
             # Cycles of the first step would be counted as living in the second.
             gc.collect()
             clock.restart()
             log.restart()
-            _run(step, clock, mark)
+            _run(step, clock, log)
             return Simulation(
                 plan(module),
                 device_type,
@@ -230,19 +229,11 @@ def _build(
         options = {**options, "device_mesh": tensor_parallel.data_mesh(mesh)}
         if is_cut:
             tensor_parallel.check_cut(module, mesh, tensor_parallel.name_of(model))
-    _shard(module, names, options)
-    return module, batch
-
-
-def _shard(
-    module: nn.Module, names: Sequence[Sequence[str]], options: dict[str, Any]
-) -> None:
-    """Shard a module with units of these names."""
     # Units below come before those above, as in a training script.
     for group in sorted(names, key=lambda group: -group[0].count(".")):
         parts = [module.get_submodule(name) for name in group]
         fully_shard(parts[0] if len(parts) == 1 else parts, **options)
-    fully_shard(module, **options)
+    return fully_shard(module, **options), batch
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -291,7 +282,7 @@ def _optimizer(
     return make and make(parameters, lr=1e-3, **form)
 
 
-def _run(step: _Step, clock: Clock, mark: Callable[[], None]) -> None:
+def _run(step: _Step, clock: Clock, log: MemoryLog) -> None:
     """Run a step, and name its tensors while gradients exist."""
     clock.stage = "forward"
     # The output stays alive in the caller of a training step, as here.
@@ -299,7 +290,7 @@ def _run(step: _Step, clock: Clock, mark: Callable[[], None]) -> None:
     loss = step.loss(output)
     clock.stage = "backward"
     loss.backward()  # type: ignore[no-untyped-call]
-    mark()
+    _mark(step, log)
     if step.max_norm is not None:
         clock.stage = "clip"
         clip_grad_norm_(step.model, step.max_norm)
@@ -307,13 +298,13 @@ def _run(step: _Step, clock: Clock, mark: Callable[[], None]) -> None:
         clock.stage = "optimizer step"
         step.optimizer.step()
     # The states of the first step are new.
-    mark()
+    _mark(step, log)
     # The module frees its gradients, as ``set_to_none`` is torch's default.
     clock.stage = "end of the step"
     step.model.zero_grad()
 
 
-def _mark(step: _Step, log: MemoryLog, *, streams: bool) -> None:
+def _mark(step: _Step, log: MemoryLog) -> None:
     """Say of which kind the storages are that exist now."""
     # Later marks replace earlier ones, so the general ones come first.
     log.mark(tensors_of((step.inputs, step.kwargs)), "activations")
@@ -321,30 +312,25 @@ def _mark(step: _Step, log: MemoryLog, *, streams: bool) -> None:
     log.mark(step.model.parameters(), "parameters")
     log.mark((p.grad for p in step.model.parameters()), "gradients")
     offloaded: set[int] = set()
-    for _, _, state in walk_states(step.model):
-        for region in state.handle.layout.regions:
-            # On CPU the host's memory is the device's.
-            on_host = streams and region.offload
-            offloaded.update(map(id, region.leaves if on_host else ()))
-            _mark_region(region, log, on_host=on_host)
-    if step.optimizer is not None:
-        # States of offloaded parameters are beside them, in host memory.
-        for parameter, found in step.optimizer.state.items():
-            kind = "host" if id(parameter) in offloaded else "optimizer"
-            log.mark(tensors_of(found), kind)
-
-
-def _mark_region(region: FlatParameter, log: MemoryLog, *, on_host: bool) -> None:
-    """Say of which kind the storages of a region are."""
-    log.mark([region.shard], "host" if on_host else "parameters")
-    log.mark([region.gradient.shard], "host" if on_host else "gradients")
-    if on_host:
-        log.mark([*region.leaves, *(leaf.grad for leaf in region.leaves)], "host")
-    # Without a buffer of its own, the full region is the shard.
-    if region.full.is_cut:
-        log.mark([region.full.buffer], "full")
-    if region.full.wire is not None:
-        log.mark([region.full.wire.buffer], "full")
-    # Regions of frozen parameters have no reduce buffer.
-    if isinstance(region, TrainableRegion):
-        log.mark([region.reduce.buffer], "reduce")
+    states = [state for _, _, state in walk_states(step.model)]
+    for region in (r for state in states for r in state.handle.layout.regions):
+        # On CPU the host's memory is the device's.
+        on_host = step.streams and region.offload
+        log.mark([region.shard], "host" if on_host else "parameters")
+        log.mark([region.gradient.shard], "host" if on_host else "gradients")
+        if on_host:
+            offloaded.update(map(id, region.leaves))
+            log.mark([*region.leaves, *(leaf.grad for leaf in region.leaves)], "host")
+        # Without a buffer of its own, the full region is the shard.
+        if region.full.is_cut:
+            log.mark([region.full.buffer], "full")
+        if region.full.wire is not None:
+            log.mark([region.full.wire.buffer], "full")
+        # Regions of frozen parameters have no reduce buffer.
+        if isinstance(region, TrainableRegion):
+            log.mark([region.reduce.buffer], "reduce")
+    # States of offloaded parameters are beside them, in host memory.
+    states_of = {} if step.optimizer is None else step.optimizer.state
+    for parameter, found in states_of.items():
+        kind = "host" if id(parameter) in offloaded else "optimizer"
+        log.mark(tensors_of(found), kind)

@@ -6,7 +6,8 @@ The host issues them in its order; they run on streams and on links::
     stream 0 [== A ==][=== B ===]........[== C ==]
     link              [====== x ========]
 
-The host itself takes no time, and a link serves collectives one after the other.
+The host itself takes no time but that of ``issue``; a link serves collectives one after
+the other.
 """
 
 from __future__ import annotations
@@ -14,54 +15,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from composable_fsdp.naming import ROOT_NAME
+from composable_fsdp.tools.machine import Machine
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 """Kinds of a ``SimulatedOperation``."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Speeds that give a simulated step its times; the memory does not depend on them.
-
-    Args:
-        operations_per_second: of matrix products. Default 4e14, near the rate of a
-            large model on an H100 in bfloat16.
-        memory_bytes_per_second: of other operations. Default 2e12.
-        link_bytes_per_second: of a rank's link, in each direction. Default 5e10.
-        latency: seconds before a collective moves its first byte. Default 2e-5.
-    """
-
-    operations_per_second: float = 4e14
-    memory_bytes_per_second: float = 2e12
-    link_bytes_per_second: float = 5e10
-    latency: float = 2e-5
-
-
 class SimulatedOperation(NamedTuple):
-    """A computation or a collective of a step.
+    """A computation or a collective of a step; times are seconds since its start.
 
-    Args:
-        kind: "compute" or "communication".
-        name: "forward", "backward", "clip", "optimizer step", or the collective, such
-            as "all_gather".
-        unit: name of the unit; "" for the root, None if no single unit is concerned.
-        begin: seconds since the start of the step.
-        end: seconds since the start of the step.
-        stream: 0 for the stream of the program.
-        phase: of a collective, the phase of the unit in which it is sent.
-        nbytes: of a collective, bytes of the whole buffers.
-        group: of a collective, the name of the process group: that of the mesh
-            dimension, such as "tp"; "world" for the group of all ranks.
-        ranks: of a collective, the number of ranks of that process group.
-        by_model: whether the model itself sends the collective, as the layers of
-            tensor parallelism do.
+    ``name`` is "forward", "backward", "clip", "optimizer step", or a collective;
+    ``unit`` is None if no single unit is concerned; ``stream`` is 0 for that of the
+    program. Of a collective: the phase in which it is sent, the bytes of whole buffers,
+    the mesh dimension of its group or "world", and whether the model itself sends it,
+    as the layers of tensor parallelism do.
     """
 
     kind: str
@@ -126,20 +99,25 @@ class Clock:
         self._ready[stream] = self._now = begin + seconds + self._start
         self.operations.append(made._replace(end=self.seconds))
 
+    def issue(self, seconds: float) -> None:
+        """Let the host need ``seconds`` for what it has issued last."""
+        self._host += seconds
+        self.go_on(self.current.number, self._host)
+
     def send(self, made: SimulatedOperation, seconds: float) -> dist.Work:
         """Add a collective, and return its work."""
+        return _SimulatedWork(self, self.send_on(self.current.number, made, seconds))
+
+    def send_on(self, stream: int, made: SimulatedOperation, seconds: float) -> float:
+        """Add a collective behind the work of ``stream``, and return when it ends."""
         # The link is busy with the collectives that were sent before.
-        begin = max(self.reached(self.current.number), self._links[made.link])
-        self._now, end = begin, begin + seconds
-        self._links[made.link] = end
+        begin = self._now = max(self.reached(stream), self._links[made.link])
+        end = self._links[made.link] = begin + seconds
+        times = begin - self._start, end - self._start
         self.operations.append(
-            made._replace(
-                begin=begin - self._start,
-                end=end - self._start,
-                stream=self.current.number,
-            )
+            made._replace(begin=times[0], end=times[1], stream=stream)
         )
-        return _SimulatedWork(self, end)
+        return end
 
     def reached(self, stream: int) -> float:
         """Return when the work of ``stream`` so far is done."""
@@ -211,8 +189,7 @@ class SimulatedStream:
 class SimulatedEvent:
     """Stands in for a ``torch.cuda.Event``."""
 
-    def __init__(self) -> None:
-        self.reached = 0.0
+    reached = 0.0
 
     def record(self, stream: SimulatedStream) -> None:
         """Mark the end of the work of ``stream`` so far."""

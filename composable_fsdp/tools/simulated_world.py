@@ -75,10 +75,8 @@ class SimulatedGroup(dist.ProcessGroup):
     def note(self, op: str, whole: Sequence[Tensor], rounds: int = 1) -> dist.Work:
         """Note a collective whose bytes go ``rounds`` times around the ring."""
         nbytes = sum(tensor.nbytes for tensor in whole)
-        moved = rounds * nbytes * (self.size() - 1) / self.size()
         machine = self._clock.machine
-        # A collective of no bytes still takes a round trip.
-        seconds = machine.latency + moved / machine.link_bytes_per_second
+        seconds = machine.collective(nbytes, self.size(), rounds=rounds)
         # torch calls the groups of a mesh "mesh_tp" and so on; the group of all ranks
         # serves each mesh dim that has all ranks.
         is_world = self is dist.group.WORLD

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from composable_fsdp.naming import ROOT_NAME, size_text
+from composable_fsdp.tools.machine import Machine
 from composable_fsdp.tools.memory import StepMoment
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tools.simulated_clock import (
     COMMUNICATION,
     COMPUTE,
-    Machine,
     SimulatedOperation,
 )
 from composable_fsdp.tools.texts import counted

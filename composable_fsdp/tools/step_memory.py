@@ -13,7 +13,7 @@ order, every trainable parameter gets a gradient, and ``.grad`` was cleared befo
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -29,19 +29,13 @@ GATHER, COMPUTE, REDUCE, FREE = "all-gather", "compute", "reduce", "free"
 
 
 class Event(NamedTuple):
-    """An operation of a step.
-
-    Args:
-        phase: "forward" or "backward".
-        unit: name of the unit.
-        is_entry: of ``COMPUTE`` of a unit with nested units: forward before them, or
-            backward after them. True for a unit without nested units.
-        kind: ``GATHER``, ``COMPUTE`` (default), ``REDUCE`` or ``FREE``.
-    """
+    """An operation of a unit in "forward" or "backward"."""
 
     phase: str
     unit: str
     is_entry: bool = True
+    """Of ``COMPUTE`` of a unit with nested units: forward before, backward after them.
+    """
     kind: str = COMPUTE
 
 
@@ -107,6 +101,7 @@ def _walk(step: _Step) -> StepMemory:
     # Backward visits the units in the reverse order of the ends of their forwards.
     order = [i for i, enters in events if not enters and units[i].in_backward]
     before = dict(zip(order[1:], order, strict=False))
+    entered = 0
     # The unit that ``begin_backward`` or ``end_backward`` gathers ahead.
     coming: int | None = None
     step.phase = "backward"
@@ -114,12 +109,14 @@ def _walk(step: _Step) -> StepMemory:
         if not units[index].in_backward:
             continue
         if enters:
-            step.end_backward(index, coming)
+            step.end_backward(index, coming, is_tail=entered == len(order))
         else:
+            entered += 1
             coming = before.get(index)
             step.begin_backward(index, coming)
             if index in parents:
                 step.tell(COMPUTE, index, is_entry=False)
+    step.end_task()
     return step.kept._replace(moments=tuple(step.told))
 
 
@@ -137,7 +134,7 @@ def _events(units: Sequence[UnitMemory]) -> list[tuple[int, bool]]:
 
 
 class _Step:
-    """The bytes that are allocated; methods do to them what the runtime does."""
+    """The buffers that are allocated; methods do to them what the runtime does."""
 
     def __init__(
         self,
@@ -147,30 +144,37 @@ class _Step:
         kept: StepMemory = _NO_SLOTS,
     ) -> None:
         self.units, self.streams, self.kept = units, streams, kept
+        # Bytes by field of ``Memory``, and by what a unit has allocated.
+        self.total = Counter(full=kept.kept[0], reduce=kept.kept[1])
+        self.live: dict[tuple[str, str, int], int] = {}
         # A unit in a slot allocates nothing.
-        in_slots = {index for slot in kept.slots for index in slot.units}
-        self.sizes = [0 if i in in_slots else u.full for i, u in enumerate(units)]
-        arenas = {arena for arena, _ in kept.reduce_slots}
-        self.reduces = [0 if u.arena in arenas else u.buffers for u in units]
+        self.in_slots = {index for slot in kept.slots for index in slot.units}
+        self.arenas = {arena for arena, _ in kept.reduce_slots}
         # Pairs of units that are full at the same time.
         self.together: set[tuple[int, int]] = set()
         # Units with memory for full parameters. ``retiring`` holds the resharded units
         # that are not freed yet, oldest first.
         self.gathered: set[int] = set()
-        self.retiring: deque[int] = deque()
-        self.full, self.reduce = kept.kept
-        self.early = self.reduced = 0
-        # Units whose encoded parameters are not decoded yet.
-        self.encoded: set[int] = set()
-        # Bytes of the reduction in flight; only one reduction is in flight at a time.
-        # Of these, what an all-gather takes; and the rest.
-        self.reducing = (0, 0)
-        # The part of it, or of the reduction before, that an all-reduce still writes.
-        self.replicated = self.replicating = 0
+        self.retiring: list[int] = []
+        # The only reduction in flight, and the one whose output an all-reduce writes.
+        self.reducing: int | None = None
+        self.replicating: int | None = None
         # Units whose all-gather was issued ahead, until their own forward or backward.
         self.ahead: set[int] = set()
+        # Units that are reduced when the graph task has ended.
+        self.late: list[int] = []
         self.phase = "forward"
         self.told: list[StepMoment] = []
+
+    def take(self, field: str, what: str, index: int, nbytes: int) -> None:
+        """Allocate a buffer of unit ``index``."""
+        self.live[field, what, index] = nbytes
+        self.total[field] += nbytes
+
+    def give(self, field: str, what: str, index: int | None) -> None:
+        """Free a buffer of unit ``index``, if it is there."""
+        if index is not None:
+            self.total[field] -= self.live.pop((field, what, index), 0)
 
     def tell(
         self,
@@ -182,22 +186,18 @@ class _Step:
         gradients: int = 0,
     ) -> None:
         """Add an event with the present bytes."""
-        unit = self.units[index].plan.fqn
+        unit, total = self.units[index].plan.fqn, self.total
         ahead = sum(self.units[each].full for each in self.ahead)
         memory = Memory(
-            gradients=self.reduced,
-            full=self.full - ahead,
+            gradients=total["gradients"],
+            full=total["full"] - ahead,
             ahead=ahead,
-            reduce=self.reduce,
-            in_flight=self.early + gradients,
+            reduce=total["reduce"],
+            in_flight=total["in_flight"] + gradients,
             when=f"{when or self.phase} of {unit or ROOT_NAME}",
         )
         event = Event(self.phase, unit, is_entry, kind)
         self.told.append(StepMoment(memory, event))
-
-    def _is_full(self, index: int) -> bool:
-        """Return whether unit ``index`` is unsharded."""
-        return index in self.gathered and index not in self.retiring
 
     def unshard(self, index: int, *, ahead: bool = False) -> None:
         """Allocate the full parameters of unit ``index``, if sharded."""
@@ -205,68 +205,52 @@ class _Step:
         # A unit that was gathered ahead is in use from here on.
         if not ahead:
             self.ahead.discard(index)
-        if not unit.full or self._is_full(index):
-            self._decode(index, ahead=ahead)
-            return
-        if ahead:
-            self.ahead.add(index)
-        self._free_reduction()
-        # Resharded, but not freed yet: the same memory is used again.
-        if index in self.retiring:
-            self.retiring.remove(index)
-        else:
-            for other in self.gathered:
-                self.together |= {(index, other), (other, index)}
-            self.gathered.add(index)
-            self.full += self.sizes[index]
-        if unit.wire:
-            self.encoded.add(index)
-            self.full += unit.wire
-        self.full += unit.scratch
-        self.tell(GATHER, index)
-        self.full -= unit.scratch
-        self._decode(index, ahead=ahead)
-
-    def _decode(self, index: int, *, ahead: bool) -> None:
-        """Free the encoded parameters of unit ``index``, if decoded by now."""
+        if unit.full and (index not in self.gathered or index in self.retiring):
+            if ahead:
+                self.ahead.add(index)
+            self._free_reduction()
+            # Resharded, but not freed yet: the same memory is used again.
+            if index in self.retiring:
+                self.retiring.remove(index)
+            else:
+                for other in self.gathered:
+                    self.together |= {(index, other), (other, index)}
+                self.gathered.add(index)
+                size = 0 if index in self.in_slots else unit.full
+                self.take("full", "full", index, size)
+            self.take("full", "wire", index, unit.wire)
+            self.take("full", "scratch", index, unit.scratch)
+            self.tell(GATHER, index)
+            self.give("full", "scratch", index)
         # With streams the decoding follows the all-gather; on CPU the host decodes when
         # the unit is used.
-        if index in self.encoded and (self.streams or not ahead):
-            self.encoded.remove(index)
-            self.full -= self.units[index].wire
+        if self.streams or not ahead:
+            self.give("full", "wire", index)
 
     def unshard_ahead(self, index: int) -> None:
         """Gather unit ``index`` ahead; if the limit is reached, free a unit first."""
-        if self.units[index].full and not self._is_full(index):
-            self._make_room(index)
+        retired = index not in self.gathered or index in self.retiring
+        if self.units[index].full and retired:
+            self._retire(keep=self.units[index].retiring_limit - 1)
             self.unshard(index, ahead=True)
-
-    def _make_room(self, index: int) -> None:
-        """Free resharded units, so that gathering unit ``index`` keeps the limit."""
-        self._retire(keep=self.units[index].retiring_limit - 1)
 
     def reshard(self, index: int) -> None:
         """Free the full parameters of unit ``index``; with streams, free them late."""
-        if index not in self.gathered or index in self.retiring:
-            return
-        # On CUDA the compute stream may still read the memory, so the unit waits here
-        # until a later unit is resharded or gathered ahead; see ``runtime.unshard``.
-        if self.streams:
+        if index in self.gathered and index not in self.retiring:
+            # On CUDA the compute stream may still read the memory, so the unit waits
+            # until a later unit is resharded or gathered ahead; see
+            # ``runtime.unshard``.
             self.retiring.append(index)
-            self._retire(keep=self.units[index].retiring_limit)
-        else:
-            self._free(index)
+            limit = self.units[index].retiring_limit
+            self._retire(keep=limit if self.streams else 0)
 
     def _retire(self, *, keep: int) -> None:
         """Free the oldest resharded units until ``keep`` units wait."""
         while len(self.retiring) > keep:
-            self._free(self.retiring.popleft())
-
-    def _free(self, index: int) -> None:
-        """Free the full parameters of unit ``index``."""
-        self.gathered.remove(index)
-        self.full -= self.sizes[index]
-        self.tell(FREE, index)
+            index = self.retiring.pop(0)
+            self.gathered.remove(index)
+            self.give("full", "full", index)
+            self.tell(FREE, index)
 
     def begin_backward(self, index: int, before: int | None) -> None:
         """Unshard unit ``index``; with BACKWARD_PRE, gather unit ``before``."""
@@ -275,57 +259,83 @@ class _Step:
         ahead = unit.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
         if ahead and before is not None:
             self.unshard(before, ahead=True)
-        self.early += unit.early
+        self.take("in_flight", "early", index, unit.early)
 
-    def end_backward(self, index: int, before: int | None) -> None:
+    def end_backward(self, index: int, before: int | None, *, is_tail: bool) -> None:
         """Reshard and reduce unit ``index``; BACKWARD_POST gathers ``before``."""
         unit = self.units[index]
-        self.early -= unit.early
+        self.give("in_flight", "early", index)
         self.tell(COMPUTE, index, gradients=unit.gradients)
         # The root stays unsharded until the end of backward. So does a unit whose
         # inputs need no gradient: no hook tells when the unit's backward is done.
         if unit.parent >= 0 and unit.fed:
             self.reshard(index)
-            self._make_room(index)
+            self._retire(keep=unit.retiring_limit - 1)
+        elif is_tail:
+            # No unit is left to enter: reduced when the graph task has ended.
+            self.take("in_flight", "late", index, unit.gradients)
+            self.late.append(index)
+            return
         post = unit.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-        ahead = before if post else None
+        self._reduce(index, before if post else None)
+
+    def end_task(self) -> None:
+        """Reshard all units, and reduce those that no hook has reduced."""
+        for index in range(len(self.units)):
+            self.reshard(index)
+        self._retire(keep=0)
+        for index in self.late:
+            self.give("in_flight", "late", index)
+            self._reduce(index, None)
+
+    def _reduce(self, index: int, ahead: int | None) -> None:
+        """Move the gradients of unit ``index`` and reduce; gather unit ``ahead``."""
+        unit = self.units[index]
         if unit.buffers:
             if ahead is None:
                 self._finish_reduction()
             # The gradients move into the reduce buffers, before an all-gather.
-            self.reduce += self.reduces[index]
+            size = 0 if unit.arena in self.arenas else unit.buffers
+            self.take("reduce", "buffers", index, size)
             self.tell(REDUCE, index, when="reduction", gradients=unit.gradients)
         if ahead is not None:
             self.unshard(ahead, ahead=True)
             if unit.buffers:
                 self._finish_reduction()
         if unit.buffers:
-            self._reduce(index)
+            self._send(index)
 
-    def _reduce(self, index: int) -> None:
+    def _send(self, index: int) -> None:
         """Reduce unit ``index``; the previous reduction is finished."""
         unit = self.units[index]
-        self.reduce += unit.output + unit.brief
-        self.reduced += unit.kept
+        self.take("reduce", "output", index, unit.output)
+        self.take("reduce", "brief", index, unit.brief)
+        self.take("gradients", "kept", index, unit.kept)
         self.tell(REDUCE, index, when="reduction")
-        self.reduce -= unit.brief
-        buffers = 0 if unit.plan.int8_gradients else self.reduces[index]
-        self.reducing = buffers, self.reduces[index] - buffers + unit.output
-        self.replicated = unit.output if self.streams and unit.replicates else 0
+        self.give("reduce", "brief", index)
+        self.reducing = index
         # A reduction of a single rank on CPU is finished at once.
         if not self.streams and not unit.sends:
             self._finish_reduction()
 
     def _finish_reduction(self) -> None:
         """Free the reduction in flight, and outputs kept for the last all-reduce."""
-        self.reduce -= self.replicating + sum(self.reducing) - self.replicated
-        self.replicating, self.replicated = self.replicated, 0
-        self.reducing = (0, 0)
+        done, self.reducing = self.reducing, None
+        self.give("reduce", "output", self.replicating)
+        self.replicating = None
+        if done is not None:
+            self.give("reduce", "buffers", done)
+            if self.streams and self.units[done].replicates:
+                self.replicating = done
+            else:
+                self.give("reduce", "output", done)
 
     def _free_reduction(self) -> None:
         """Free what an all-gather takes of the reduction in flight."""
         if not self.streams:
             self._finish_reduction()
-        buffers, others = self.reducing
-        self.reduce -= buffers
-        self.reducing = 0, others
+        elif (
+            self.reducing is not None
+            and not self.units[self.reducing].plan.int8_gradients
+        ):
+            self.give("reduce", "buffers", self.reducing)

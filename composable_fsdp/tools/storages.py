@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from composable_fsdp.comm.ranges import running_unit
 from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.tools.fake_world import is_wrapper
+from composable_fsdp.tools.machine import ATTENTION, MEMORY, PRODUCT, Cost
 from composable_fsdp.tools.memory import Memory, StepMoment
 from composable_fsdp.tools.simulated_clock import Clock
 from composable_fsdp.tools.simulated_world import replaced_here, tensors_of
@@ -32,6 +32,7 @@ _FREE = (
     "aten::new_empty",
     "aten::detach",
     "aten::_local",
+    "prim::",
     "profiler::",
     "_c10d_functional::",
 )
@@ -48,6 +49,33 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     names, _ = wrapper.__tensor_flatten__()
     found = [getattr(wrapper, name) for name in names]
     return [p for each in found if isinstance(each, Tensor) for p in parts_of(each)]
+
+
+def _cost_of(func: Any, args: Any, kwargs: Any, result: Any, nbytes: int) -> Cost:
+    """Return what an operation computes and moves; a causal attention half of a whole.
+
+    torch counts matrix products, convolutions and attention.
+    """
+    # Imported here: the module loads others that training does not need.
+    from torch.utils import flop_counter
+
+    name: str = func._schema.name
+    kind = ATTENTION if "attention" in name else PRODUCT
+    count = flop_counter.flop_registry.get(func._overloadpacket)
+    if count is not None:
+        operations = float(count(*args, **kwargs, out_val=result))
+    # The kernel of CPUs has no count.
+    elif name.endswith("flash_attention_for_cpu"):
+        shapes = [t.shape for t in args[:3]]
+        operations = flop_counter.sdpa_flop_count(*shapes)  # type: ignore[no-untyped-call]
+    elif name.endswith("flash_attention_for_cpu_backward"):
+        shapes = [t.shape for t in args[:4]]
+        operations = flop_counter.sdpa_backward_flop_count(*shapes)  # type: ignore[no-untyped-call]
+    else:
+        return Cost(MEMORY, 0.0, nbytes)
+    named = zip([each.name for each in func._schema.arguments], args, strict=False)
+    causal = {**dict(named), **kwargs}.get("is_causal", False)
+    return Cost(kind, operations / (2 if causal else 1), nbytes)
 
 
 class Block:
@@ -75,7 +103,6 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         super().__init__()  # type: ignore[no-untyped-call]
         self.changes: list[Change] = []
         self.blocks: dict[int, Block] = {}
-        self._stack = ExitStack()
 
     @abstractmethod
     def new_kind(self) -> str:
@@ -85,14 +112,8 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
     def here(self) -> Any:
         """Return the place of the step, for a change."""
 
-    @abstractmethod
-    def place(self) -> str:
-        """Return the part of the step that changed memory last, for a message."""
-
-    def ran(
-        self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[Tensor]
-    ) -> None:
-        """Take note of an operation, before its storages are met; default: nothing."""
+    def ran(self, cost: Cost, read: list[Tensor], written: list[Tensor]) -> None:
+        """Take note of an operation with a cost; default: nothing."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -103,25 +124,29 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = tensors_of((args, kwargs, result))
-        tensors = [each for each in given if not is_wrapper(type(each))]
-        self.ran(func, args, kwargs, result, tensors)
+        read, written = (
+            [each for each in tensors_of(values) if not is_wrapper(type(each))]
+            for values in ((args, kwargs), result)
+        )
+        nbytes = sum(t.nbytes for t in (*read, *written))
+        # Views move nothing, and allocations write nothing.
+        if nbytes and not (func.is_view or func._schema.name.startswith(_FREE)):
+            self.ran(_cost_of(func, args, kwargs, result, nbytes), read, written)
         # A tensor on meta has no memory on any device.
-        for tensor in tensors:
+        for tensor in (*read, *written):
             if tensor.device.type != "meta":
-                self._meet(tensor)
+                self.meet(tensor)
         return result
 
-    def _meet(self, tensor: Tensor) -> Block:
+    def meet(self, tensor: Tensor) -> Block:
         """Return the block of a tensor, with the storage's size of now."""
         storage = tensor.untyped_storage()
         # An address may be used again by a later storage; the link tells.
         key = storage._cdata
         block = self.blocks.get(key)
         if block is None or block.link is None or block.link() is None:
-            block = Block(self.new_kind())
+            block = self.blocks[key] = Block(self.new_kind())
             block.link = weakref.ref(storage, partial(self._forget, key, block))
-            self.blocks[key] = block
         self._change(block, storage.nbytes())
         return block
 
@@ -143,7 +168,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         """Say of which kind the storages of ``tensors`` are, also in hindsight."""
         for tensor in tensors:
             for part in () if tensor is None else parts_of(tensor):
-                self._meet(part).kind = kind
+                self.meet(part).kind = kind
 
     def __enter__(self: Log) -> Log:
         plain = torch.UntypedStorage.resize_
@@ -157,15 +182,14 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
             return result
 
         # A resize is no operation of torch's dispatcher.
-        self._stack.enter_context(
-            replaced_here(torch.UntypedStorage, "resize_", resize_)
-        )
+        self._resizes = replaced_here(torch.UntypedStorage, "resize_", resize_)
+        self._resizes.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
-        self._stack.close()
+        self._resizes.__exit__(*exc)
 
 
 class MemoryLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no types
@@ -176,36 +200,17 @@ class MemoryLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no ty
         self._clock = clock
         self._before = Memory()
 
-    def ran(
-        self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[Tensor]
-    ) -> None:
-        """Note the time of an operation: arithmetic or memory, the slower."""
-        name: str = func._schema.name
-        # Views move nothing, and allocations write nothing.
-        if func.is_view or name.startswith(_FREE):
-            return
-        machine, stage = self._clock.machine, self._clock.stage
-        seconds = sum(t.nbytes for t in tensors) / machine.memory_bytes_per_second
-        # Imported here: the module loads others that training does not need.
-        from torch.utils.flop_counter import flop_registry
-
-        # torch counts matrix products, convolutions and attention.
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            operations = float(count(*args, **kwargs, out_val=result))
-            seconds = max(seconds, operations / machine.operations_per_second)
-        if seconds:
-            self._clock.compute(running_unit(stage), seconds)
+    def ran(self, cost: Cost, read: list[Tensor], written: list[Tensor]) -> None:
+        unit = running_unit(self._clock.stage)
+        self._clock.compute(unit, self._clock.machine.seconds(cost))
 
     def new_kind(self) -> str:
-        """Return the kind of a storage that is made now."""
         # Operations of a forward record a graph, also those that checkpointing repeats
         # in backward; other operations do not.
         recorded = torch.is_grad_enabled() and self._clock.stage != "optimizer step"
         return "activations" if recorded else "temporaries"
 
     def here(self) -> tuple[float, str]:
-        """Return the time, and the part of the step."""
         stage = self._clock.stage
         unit = running_unit(stage)
         # The stage alone names moments between units.
@@ -213,8 +218,8 @@ class MemoryLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no ty
         return self._clock.seconds, when
 
     def place(self) -> str:
-        when: str = self.changes[-1].at[1] if self.changes else self._clock.stage
-        return when
+        """Return the part of the step that changed memory last, for a message."""
+        return self.changes[-1].at[1] if self.changes else self._clock.stage
 
     def restart(self) -> None:
         """Forget all changes so far; live storages are there from the start."""
@@ -223,7 +228,7 @@ class MemoryLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no ty
         before = Memory().by_kind()
         for block in self.blocks.values():
             before[block.kind] += block.nbytes
-        self._before = Memory._make([*before.values(), "start"])
+        self._before = Memory(**before, when="start")
 
     def timeline(self) -> Iterator[StepMoment]:
         """Yield the memory at the start and behind the changes since ``restart``."""
@@ -240,4 +245,4 @@ class MemoryLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no ty
                 continue
             # The host runs ahead of streams: its order is kept where times go back.
             latest = max(latest, at[0])
-            yield StepMoment(Memory._make([*now.values(), at[1]]), seconds=latest)
+            yield StepMoment(Memory(**now, when=at[1]), seconds=latest)

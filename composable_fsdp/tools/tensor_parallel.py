@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,33 +28,26 @@ def check_sizes(
     tensor_parallel_size: object = None,
 ) -> None:
     """Raise PlanError, naming the argument, if a size does not divide the ranks."""
-    if not _is_size(world_size):
-        raise PlanError(
-            f"world_size expects a positive number of ranks, got {world_size!r}."
-        )
-    data: Any = world_size
+    data = _size("world_size", world_size)
     ranks = f"world_size={world_size}"
-    cut: Any = tensor_parallel_size
-    if cut is not None:
-        if not _is_size(cut) or data % cut:
-            raise PlanError(
-                "tensor_parallel_size expects a number of ranks that divides "
-                f"{ranks}, got {cut!r}."
-            )
-        data //= cut
-        ranks = f"the {data} data ranks of {ranks} and tensor_parallel_size={cut}"
-    if shard_world_size is not None and (
-        not _is_size(shard_world_size) or data % shard_world_size
-    ):
-        raise PlanError(
-            f"shard_world_size expects a number of ranks that divides {ranks}, got "
-            f"{shard_world_size!r}."
+    if tensor_parallel_size is not None:
+        data //= _size("tensor_parallel_size", tensor_parallel_size, data, ranks)
+        ranks = (
+            f"the {data} data ranks of {ranks} and "
+            f"tensor_parallel_size={tensor_parallel_size}"
         )
+    if shard_world_size is not None:
+        _size("shard_world_size", shard_world_size, data, ranks)
 
 
-def _is_size(given: object) -> TypeGuard[int]:
-    """Return whether ``given`` is a number of ranks; True is an int in Python."""
-    return type(given) is int and given > 0
+def _size(name: str, given: object, of: int = 0, ranks: str = "") -> int:
+    """Return a number of ranks, which divides ``of`` ranks. Raises: PlanError."""
+    # True is an int in Python.
+    if type(given) is not int or given < 1 or of % given:
+        what = f"number of ranks that divides {ranks}" if of else ""
+        what = what or "positive number of ranks"
+        raise PlanError(f"{name} expects a {what}, got {given!r}.")
+    return given
 
 
 def job_mesh(

@@ -36,6 +36,15 @@ class Net(nn.Module):
             x = block(x)
         return self.head(x)
 
+def in_sequence():
+    first = nn.Embedding(500, 64), nn.Sequential(Block(64), Block(64))
+    model = nn.Sequential(*first)
+    model.last = Block(64)
+    return model
+
+def plain_layers():
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
 def small():
     return Net(blocks=3)
 

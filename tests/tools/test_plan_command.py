@@ -115,6 +115,17 @@ def test_every_family_of_text_is_planned_with_a_batch(
     assert found["peak"]["bytes"] == sum(kinds.values())
 
 
+@pytest.mark.req("N-01")
+def test_classes_that_repeat_are_units_wherever_they_are(run: Run, script: str) -> None:
+    """Blocks in a sequence or under names of their own; layers, if there are none."""
+    blocks = report_of(run, f"{script}:in_sequence")
+    layers = report_of(run, f"{script}:plain_layers")
+
+    assert [row["unit"] for row in blocks["rows"]] == ["(root)", "1.0-1", "last"]
+    assert blocks["model"]["units_from"].startswith("3 Block (classes that")
+    assert [row["unit"] for row in layers["rows"]] == ["(root)", "0,2"]
+
+
 @pytest.mark.req("N-03")
 def test_the_picture_is_the_memory_of_a_step(
     run: Run, script: str, tmp_path: Path

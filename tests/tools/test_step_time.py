@@ -1,0 +1,161 @@
+"""The time of a step: published rows, limits, and the schedule."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp import MixedPrecision, plan
+from composable_fsdp.errors import PlanError
+from composable_fsdp.tools import MACHINES, Activations, Machine, measure_activations
+from tests.support.scripts import Run
+from tests.tools.torchtitan_llama import Llama, loss
+
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+PAGE = Path(__file__).parents[2] / "docs/reference/planning.md"
+ROW = re.compile(
+    r"^\| (?P<ranks>\d+) (?P<machine>[\w-]+)[^|]* \| (?P<how>[^|]+) \| "
+    r"(?P<published>[\d,]+) \| (?P<planned>[\d,]+) \| (?P<off>[-+][\d.]+) % \|",
+    re.MULTILINE,
+)
+
+
+@cache
+def measured() -> Activations:
+    """A step of 32 layers and 2 x 8,192 tokens, from one of 2 layers."""
+    with torch.device("meta"):
+        model = Llama(2)
+    small = plan(model, world_size=8, units=["layers.*"], mixed_precision=LOW)
+    ids = torch.zeros(2, 8192, dtype=torch.long)
+    found = measure_activations(model, small, [ids], loss=loss)
+    work: dict[Any, Any] = {}
+    for event, costs in found.work.items():
+        of_layer = event.unit == "layers.1"
+        names = [f"layers.{n}" for n in range(32)] if of_layer else [""]
+        if of_layer or not event.unit:
+            work |= {event._replace(unit=name): costs for name in names}
+    order = ("", *(f"layers.{n}" for n in range(32)))
+    return replace(found, work=work, order=order)
+
+
+@pytest.mark.req("N-13")
+def test_published_rows_are_met_within_fifteen_percent() -> None:
+    """Each row of the table in the documentation, which shows what is computed here."""
+    rows = [each.groupdict() for each in ROW.finditer(PAGE.read_text())]
+    with torch.device("meta"):
+        model = Llama(32)
+
+    assert len(rows) >= 7
+    for row in rows:
+        planned = plan(
+            model,
+            world_size=int(row["ranks"]),
+            units=["layers.*"],
+            mixed_precision=LOW,
+        ).step_time(
+            row["machine"],
+            measured(),
+            compiled="compiled" in row["how"],
+            float8="float8" in row["how"],
+        )
+        expected = float(row["published"].replace(",", ""))
+        off = planned.tokens_per_second / expected - 1
+        assert abs(off) < 0.15, row
+        assert f"{planned.tokens_per_second:,.0f}" == row["planned"], row
+        assert f"{100 * off:+.1f}" == row["off"], row
+
+
+class Net(nn.Module):
+    """Layers of one size, whose steps wait for a slow link."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``(batch, 1024)`` to the same."""
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def seconds(machine: Machine, *, world_size: int = 8, **options: Any) -> float:
+    """The time of a step of ``Net`` with 512 rows."""
+    with torch.device("meta"):
+        net = Net()
+    planned = plan(net, world_size=world_size, units=["layers.*"], **options)
+    activations = measure_activations(net, planned, [torch.zeros(512, 1024)])
+    found = planned.step_time(machine, activations, optimizer="none")
+    assert found.seconds == pytest.approx(found.computing + found.waiting)
+    assert found.tokens == 512
+    return found.seconds
+
+
+FREE = Machine(latency=0.0, memory_bytes_per_second=1e30)
+
+
+@pytest.mark.req("N-13")
+def test_the_time_is_that_of_products_or_of_the_link() -> None:
+    """Three products a layer, two of the first; or thirteen and six collectives."""
+    products = 17 * 2 * 512 * 1024**2
+    on_one = seconds(replace(FREE, operations_per_second=1e12), world_size=1)
+    assert on_one == pytest.approx(products / 1e12)
+
+    slow = replace(FREE, operations_per_second=1e30, link_bytes_per_second=1e6)
+    layer = 4 * (1024**2 + 1024)
+    # The first layer is gathered once: nothing comes before it in backward.
+    gathered_twice = 6 * 2 * layer
+    sent = (gathered_twice + 6 * layer) * 7 / 8
+    assert seconds(slow) == pytest.approx(sent / 1e6, rel=0.1)
+
+
+@pytest.mark.req("N-13")
+def test_overlap_is_that_of_the_options() -> None:
+    """Prefetch hides communication; the host, if it is slow, hides the GPU."""
+    even = replace(FREE, operations_per_second=1e12, link_bytes_per_second=1.2e9)
+    ahead = seconds(even, forward_prefetch=True)
+    usual = seconds(even)
+    never = seconds(even, backward_prefetch=None)
+    assert ahead <= usual < never
+
+    assert seconds(replace(even, launch=1e-2)) > 0.3
+
+
+def test_an_all_reduce_of_nodes_is_limited_by_their_links() -> None:
+    """A node shares its links; a rank of its own node has one."""
+    machine = replace(MACHINES["h100"], node_latency=0.0, latency=0.0)
+    size = 1 << 30
+    inside = machine.collective(size, 8)
+    assert inside == pytest.approx(size * 7 / 8 / machine.node_bytes_per_second)
+    outside = machine.collective(size, 128)
+    assert outside == pytest.approx(size * 127 / 128 / 3.6e11)
+    alone = machine.collective(size, 16, rounds=2, apart=True)
+    assert alone == pytest.approx(2 * size * 15 / 16 / machine.link_bytes_per_second)
+
+
+def test_a_compiler_keeps_what_is_between_products(run: Run, script: str) -> None:
+    """The command tells tokens per second, more when compiled or in float8."""
+    speeds = []
+    # Enough tokens that the host is not what limits.
+    given = (f"{script}:Net", "--batch", "8x65536", "--param-dtype", "bf16")
+    for more in ([], ["--compile"], ["--compile", "--float8"]):
+        status, out, err = run("plan", *given, "--time", "h100", *more, "--json")
+        assert (status, err) == (0, "")
+        speeds.append(json.loads(out)["time"]["tokens_per_second"])
+    assert speeds == sorted(speeds)
+    _, out, _ = run("plan", *given, "--time", "h200")
+    assert "Time of a step on h200: " in out
+
+    assert "--time needs --batch" in run("plan", f"{script}:Net", "--time", "h100")[2]
+    assert "Did you mean h100" in run("plan", f"{script}:Net", "--time", "h10")[2]
+    planned = plan(Net(), world_size=2)
+    with pytest.raises(PlanError, match="one of h100, h100-500w"):
+        planned.step_time("a100", measured())
