@@ -53,7 +53,8 @@ def test_torchs_options_become_our_own() -> None:
         ),
         (
             {"cpu_offload": True},
-            r"cpu_offload expects a CPUOffload\(offload_params\), got True\. Import .* "
+            r"cpu_offload expects a CPUOffload\(offload_params, offload_states\), "
+            r"got True\. Import .* "
             r"CPUOffload\(offload_params=True\)\.$",
         ),
         (

@@ -120,10 +120,9 @@ def sleep(
     _settle(trees, handles)
     regions = [region for handle in handles for region in handle.layout.regions]
     if keep == "none":
-        for parameter in chain(model.parameters(), *(r.graded for r in regions)):
-            parameter.grad = None
-        for handle in handles:
-            free_cleared(handle)
+        _drop_gradients(
+            chain(model.parameters(), *(r.graded for r in regions)), handles
+        )
     found, devices = _Asleep(states), {handle.layout.device for handle in handles}
     found.intact = list(filter(views_are_intact, regions))
     optims = _optimizers(optimizer)
@@ -195,6 +194,16 @@ def released(
         yield
     finally:
         wake(model)
+
+
+def _drop_gradients(
+    parameters: Iterable[Tensor], handles: list[FlatParamHandle]
+) -> None:
+    """Clear the gradients of parameters and units."""
+    for parameter in parameters:
+        parameter.grad = None
+    for handle in handles:
+        free_cleared(handle)
 
 
 def _settle(trees: Iterable[RuntimeContext], handles: list[FlatParamHandle]) -> None:
