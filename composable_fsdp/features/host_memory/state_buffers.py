@@ -136,6 +136,7 @@ class _Region:
 
     def hide(self) -> None:
         """Have the optimizer show the states on the host."""
+        self.shown = []
         for values, key, home in self.kept:
             values[key] = home
 
