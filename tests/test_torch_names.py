@@ -58,7 +58,7 @@ OF_OTHERS = {
     *("_ddp_ignored", "_in_backward_optimizers", "_is_param"),
     # Of Lightning and accelerate, whose tests have an environment of their own.
     *("_checkpoint_io", "_layer_sync", "_models", "_redirection_through_forward"),
-    "_reset_optimizers_and_schedulers",
+    *("_reset_optimizers_and_schedulers", "_setup_distributed"),
 }
 
 

@@ -46,7 +46,7 @@ def plain(value: object) -> object:
     return value
 
 
-ONLY_OURS = ("output_dtype", "_module_classes_to_ignore")
+ONLY_OURS = ("output_dtype", "_module_classes_to_ignore", "offload_states")
 
 
 def options(package: Any, number: int, world: World) -> dict[str, Any]:
