@@ -89,6 +89,8 @@ def _report_of(
         **options,
     )
     activations = None
+    if (given.compile or given.float8) and not given.time:
+        raise PlanError("--compile and --float8 need --time, as --time h100.")
     for option in ("checkpointing", "time"):
         if getattr(given, option) and inputs is None:
             raise PlanError(f"--{option} needs --batch, as --batch 1x4096.")
@@ -139,11 +141,19 @@ def _answer(report: Report, found: Forecast, given: argparse.Namespace) -> None:
             compiled=given.compile,
             float8=given.float8,
         )
+        how = ["compiled" if given.compile else "eager", *["float8"] * given.float8]
         report["time"] = {
             "machine": given.time,
+            "step": ", ".join(how),
             **time._asdict(),
             "tokens_per_second": time.tokens_per_second,
         }
+        dtypes = [d for unit in found.plan.units for _, d in unit.with_dtypes]
+        if any(each.compute.itemsize > 2 for each in dtypes):
+            report["warnings"].append(
+                "the estimated time counts matrix products in float32 at the speed of "
+                "bfloat16; pass --param-dtype bfloat16"
+            )
     if given.world_sizes:
         report["world_sizes"] = at_world_sizes(
             found, given.world_sizes, cut, given.gpu_memory

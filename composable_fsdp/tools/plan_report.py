@@ -201,9 +201,10 @@ def text_of(report: Report, width: int | None = None) -> str:
     if "time" in report:
         time = report["time"]
         lines.append(
-            f"Time of a step on {time['machine']}: {time['seconds']:.3g} s, of which "
-            f"{time['waiting']:.3g} s wait; {time['tokens_per_second']:,.0f} tokens "
-            "per second and GPU."
+            f"Estimated time of a step on {time['machine']}, {time['step']}: "
+            f"{time['seconds']:.3g} s, of which the GPU waits {time['waiting']:.3g} s "
+            f"for collectives; {time['tokens_per_second']:,.0f} tokens per second and "
+            "GPU. The host's time per unit is left out."
         )
     if report["peak"]["activations_of"] is None:
         lines.append("Activations are left out; a batch, as --batch 1x4096, adds them.")

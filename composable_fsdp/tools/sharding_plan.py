@@ -13,12 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.planner import Target, plan_targets
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.storage.save_parts import save_bytes
 from composable_fsdp.tools.fold import Fold, fold_units
-from composable_fsdp.tools.machine import Machine, machine_of
+from composable_fsdp.tools.machine import MACHINES, Machine
 from composable_fsdp.tools.memory import (
     OPTIMIZERS,
     Activations,
@@ -224,11 +225,11 @@ class ShardingPlan:
         compiled: bool = False,
         float8: bool = False,
     ) -> StepTime:
-        """Return how long a step takes on ``machine``, by its schedule.
+        """Return how long a step takes on ``machine``, an estimate by its schedule.
 
         Operations and bytes are those of the measured step; all-gathers and reductions
-        run beside them, in the order of the step on CUDA. Collectives of the model
-        itself and copies of CPU offload are not counted.
+        run beside them, in the order of the step on CUDA. Not counted: the host's time
+        per unit, collectives of the model itself, and copies of CPU offload.
 
         Args:
             machine: a ``Machine``, or the name of one in ``MACHINES``, such as "h100".
@@ -249,17 +250,16 @@ class ShardingPlan:
         >>> planned.step_time("h200", saved) < planned.step_time("pcie", saved)
         True
         """
+        speeds = MACHINES.get(str(machine), machine)
+        if not isinstance(speeds, Machine):
+            raise PlanError(
+                f"machine expects a Machine, or one of {', '.join(MACHINES)}; got "
+                f"{machine!r}."
+            )
         found = self.in_forward_order(activations.order)
         kept = optimizer_memory(optimizer)
-        return time_of_step(
-            found.moments(kept),
-            found.units,
-            machine_of(machine),
-            activations,
-            kept,
-            compiled=compiled,
-            float8=float8,
-        )
+        given = (found.moments(kept), found.units, speeds, activations, kept)
+        return time_of_step(*given, compiled=compiled, float8=float8)
 
     def step_memory(self, *, device_type: str = "cuda") -> StepMemory:
         """Return the memory of a step, operation by operation.
