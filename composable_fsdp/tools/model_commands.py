@@ -25,12 +25,11 @@ from composable_fsdp.tools.arguments import DTYPES, PREFETCH, STRATEGIES, WIRES
 from composable_fsdp.tools.command import BAD, USAGE, Command, Report
 from composable_fsdp.tools.fake_world import simulated_meshes
 from composable_fsdp.tools.fit import at_world_sizes, fit
-from composable_fsdp.tools.forecast import forecast
 from composable_fsdp.tools.machine import Machine
 from composable_fsdp.tools.model_units import NoSplitPolicy, guess_units, unit_names
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.plan_pictures import draw_memory
-from composable_fsdp.tools.sharding_plan import Forecast
+from composable_fsdp.tools.sharding_plan import Forecast, forecast
 from composable_fsdp.tools.simulate import simulate
 from composable_fsdp.tools.simulated_clock import Clock
 from composable_fsdp.tools.simulated_world import simulated_world
