@@ -43,15 +43,12 @@ def nbytes_of(source: Source, *, weights_only: bool) -> int:
 
 def _run(given: argparse.Namespace) -> Report:
     """Compare the two checkpoints, and return the differences."""
+    weights, tolerance = given.weights_only, given.tolerance
     with open_whole(given.first) as first, open_whole(given.second) as second:
-        total = nbytes_of(first, weights_only=given.weights_only)
-        with progress("comparing", total, wanted=not given.json) as advance:
+        total = nbytes_of(first, weights_only=weights)
+        with progress("comparing", total, wanted=not given.json) as tell:
             found = compare(
-                first,
-                second,
-                weights_only=given.weights_only,
-                tolerance=given.tolerance,
-                advance=advance,
+                first, second, weights_only=weights, tolerance=tolerance, advance=tell
             )
     return {"paths": [str(given.first), str(given.second)], **found}
 

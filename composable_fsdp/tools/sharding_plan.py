@@ -118,8 +118,7 @@ class ShardingPlan:
 
         Args:
             optimizer_states: as in ``peak``; 2 for AdamW. Default 0.
-            bytes_per_element: bytes that the optimizer keeps beside these states per
-                element of a trainable parameter. Default 0.
+            bytes_per_element: what the optimizer keeps beside them. Default 0.
         """
         pairs = [(r, unit.replicas) for unit in self.units for r in unit.regions]
         return save_bytes(pairs, optimizer_states, bytes_per_element)
@@ -329,16 +328,7 @@ class UnitRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a rank holds and sends in a training step.
-
-    Args:
-        plan: the plan of the model.
-        optimizer: the optimizer's memory. Default: AdamW in its ``foreach`` form, the
-            default of torch.
-        activations: what a step holds beside the plan's buffers. Default None: left
-            out.
-        device_type: "cuda" (default) or "cpu", as in ``ShardingPlan.peak``.
-    """
+    """What a rank holds and sends in a training step; the result of ``forecast``."""
 
     plan: ShardingPlan
     optimizer: OptimizerMemory = OPTIMIZERS["adamw"]
