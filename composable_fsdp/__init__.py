@@ -86,10 +86,9 @@ if TYPE_CHECKING:
     from composable_fsdp.storage.opening import checkpoints, verify
     from composable_fsdp.storage.save import SaveOptions, async_save, save
     from composable_fsdp.tools.describe import describe
-    from composable_fsdp.tools.forecast import forecast
     from composable_fsdp.tools.plan import plan
     from composable_fsdp.tools.replan import replan
-    from composable_fsdp.tools.sharding_plan import ShardingPlan
+    from composable_fsdp.tools.sharding_plan import ShardingPlan, forecast
     from composable_fsdp.tools.simulate import simulate
 
 _resolve, _ = _resolver(
@@ -126,10 +125,9 @@ _resolve, _ = _resolver(
         "storage.opening": "checkpoints verify",
         "storage.save": "SaveOptions async_save save",
         "tools.describe": "describe",
-        "tools.forecast": "forecast",
         "tools.plan": "plan",
         "tools.replan": "replan",
-        "tools.sharding_plan": "ShardingPlan",
+        "tools.sharding_plan": "ShardingPlan forecast",
         "tools.simulate": "simulate",
     }
 )

@@ -104,16 +104,24 @@ def ranks_text(ranks: Iterable[int]) -> str:
     >>> ranks_text([0]), ranks_text([0, 1, 2, 5])
     ('rank 0', 'ranks 0-2, 5')
     """
-    # Each run of consecutive ranks is its first rank, or its first and last rank.
+    runs = runs_of(ranks)
+    single = len(runs) == 1 and runs[0].isdigit()
+    return f"rank{'' if single else 's'} {', '.join(runs)}"
+
+
+def runs_of(numbers: Iterable[int]) -> list[str]:
+    """Return the runs of consecutive numbers as text, each as "first-last".
+
+    >>> runs_of([0, 2, 1, 5])
+    ['0-2', '5']
+    """
     runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1][1:] = [rank]
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
         else:
-            runs.append([rank])
-    text = ", ".join("-".join(map(str, run)) for run in runs)
-    single = len(runs) == 1 and len(runs[0]) == 1
-    return f"rank {text}" if single else f"ranks {text}"
+            runs.append([number])
+    return ["-".join(map(str, run)) for run in runs]
 
 
 def by_value(values: Mapping[int, object]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from composable_fsdp.naming import ROOT_NAME
-from composable_fsdp.planning.layout import RegionLayout
+from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
 from composable_fsdp.planning.options import Dtypes, UnitOptions
 
 
@@ -93,6 +93,14 @@ class UnitPlan:
     def reduce_bytes(self) -> int:
         """Bytes of the reduce buffers, which receive the unit's gradients."""
         return sum(r.padded_numel * d.reduce.itemsize for r, d in self.reduced)
+
+    @property
+    def slots(self) -> list[tuple[ParameterSlot, RegionLayout]]:
+        """Pairs of a parameter and its region, in the order of the unit's walk."""
+        found = [
+            (slot, region) for region in self.regions for slot in region.parameters
+        ]
+        return sorted(found, key=lambda pair: pair[0].index)
 
     @property
     def with_dtypes(self) -> tuple[tuple[RegionLayout, Dtypes], ...]:

@@ -222,11 +222,12 @@ models MODELS
 --diff
     print how two MODELs differ
 --time machine
-    tell how long a step takes on such GPUs, by arithmetic; needs --batch
+    estimate seconds of a step and tokens per second on nodes of eight such GPUs (pcie:
+    L40S), without host time; needs --batch, and --param-dtype bf16 to mean anything
 --compile
-    of --time: torch.compile fuses what is between matrix products
+    with --time: torch.compile fuses what is between matrix products
 --float8
-    of --time: matrix products below the root are in float8
+    with --time: matrix products below the root are in float8
 {_MODEL}--optimizer NAME=adamw
     {", ".join(OPTIMIZERS)}, or bytes per parameter, as 2 (default: adamw)
 --checkpointing

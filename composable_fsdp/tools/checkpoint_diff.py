@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from composable_fsdp.naming import printable
+from composable_fsdp.naming import LISTED, listed, printable
 from composable_fsdp.storage.convert import open_whole
 from composable_fsdp.storage.source import Read, Source, TensorInfo
 from composable_fsdp.tools.command import (
@@ -24,9 +24,6 @@ from composable_fsdp.tools.command import (
     progress,
 )
 from composable_fsdp.tools.texts import counted, dtype_text
-
-_SHOWN = 5
-"""Most names in a line of the text; ``--json`` has all."""
 
 
 class _Saved(NamedTuple):
@@ -46,15 +43,12 @@ def nbytes_of(source: Source, *, weights_only: bool) -> int:
 
 def _run(given: argparse.Namespace) -> Report:
     """Compare the two checkpoints, and return the differences."""
+    weights, tolerance = given.weights_only, given.tolerance
     with open_whole(given.first) as first, open_whole(given.second) as second:
-        total = nbytes_of(first, weights_only=given.weights_only)
-        with progress("comparing", total, wanted=not given.json) as advance:
+        total = nbytes_of(first, weights_only=weights)
+        with progress("comparing", total, wanted=not given.json) as tell:
             found = compare(
-                first,
-                second,
-                weights_only=given.weights_only,
-                tolerance=given.tolerance,
-                advance=advance,
+                first, second, weights_only=weights, tolerance=tolerance, advance=tell
             )
     return {"paths": [str(given.first), str(given.second)], **found}
 
@@ -240,16 +234,13 @@ def _show(found: Report) -> None:
         tensors = counted(entries["tensors"], "tensor")
         print(f"  {part:10} {tensors} in both, {len(different)} differ")
         for path, key in ((first, "only_first"), (second, "only_second")):
-            names = entries[key]
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            if names:
-                shown = ", ".join(map(printable, names[:_SHOWN]))
-                print(f"    only in {path}: {shown}{more}")
+            if entries[key]:
+                print(f"    only in {path}: {listed(map(printable, entries[key]))}")
         # After a step of training every tensor differs.
-        for name, each in different[:_SHOWN]:
+        for name, each in different[:LISTED]:
             print(f"    {printable(name)}: {_words(each)}")
-        if len(different) > _SHOWN:
-            print(f"    and {len(different) - _SHOWN} more; --json lists all")
+        if len(different) > LISTED:
+            print(f"    and {len(different) - LISTED} more; --json lists all")
     if found["others"]:
         print(f"  also differ: {', '.join(map(printable, found['others']))}")
 

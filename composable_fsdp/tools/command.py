@@ -36,6 +36,12 @@ class Command(NamedTuple):
     errors: tuple[type[Exception], ...] = (FSDPError, OSError)
 
 
+def examples(*lines: str, more: str = "") -> str:
+    """Return the end of a command's help: examples, and ``more``."""
+    shown = "".join(f"  python -m composable_fsdp {line}\n" for line in lines)
+    return f"examples:\n{shown}\n{more}".rstrip("\n") + "\n"
+
+
 def error_text(error: Exception) -> str:
     """Return the text of an error for people.
 

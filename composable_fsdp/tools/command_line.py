@@ -38,7 +38,13 @@ from composable_fsdp.storage.source import Source
 from composable_fsdp.tools import checkpoint_diff, environment, model_commands
 from composable_fsdp.tools.arguments import DTYPES, add_arguments
 from composable_fsdp.tools.checkpoint_diff import nbytes_of
-from composable_fsdp.tools.command import Command, Report, error_text, progress
+from composable_fsdp.tools.command import (
+    Command,
+    Report,
+    error_text,
+    examples,
+    progress,
+)
 from composable_fsdp.tools.describe import describe
 from composable_fsdp.tools.texts import counted, did_you_mean
 
@@ -113,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     # ``sys.argv`` is that of the test runner in a test, and of ``__main__`` with -m.
     name = Path(sys.argv[0]).name
     raw = argparse.RawDescriptionHelpFormatter
-    examples = [
+    shown = [
         next(line for line in each.epilog.splitlines() if line.startswith("  python"))
         for each in COMMANDS.values()
     ]
@@ -121,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=name if name == "composable-fsdp" else "python -m composable_fsdp",
         description="Plan the sharding of a model; check, compare, convert and export\n"
         "checkpoints. COMMAND --help shows how.",
-        epilog="\n".join(["examples:", *examples, "", _FORMATS_HELP]),
+        epilog="\n".join(["examples:", *shown, "", _FORMATS_HELP]),
         formatter_class=raw,
     )
     parser.add_argument(
@@ -271,15 +277,12 @@ COMMANDS = {
     "simulate": model_commands.SIMULATE,
     "inspect": Command(
         "show what is in a checkpoint, and which rank wrote it",
-        """\
-examples:
-  python -m composable_fsdp inspect runs/step_100
-  python -m composable_fsdp inspect runs/step_100 --json
-
-In a program, composable_fsdp.describe(model) shows the same of a sharded model.
-
-"""
-        + _FORMATS_HELP,
+        examples(
+            "inspect runs/step_100",
+            "inspect runs/step_100 --json",
+            more="In a program, composable_fsdp.describe(model) shows the same of a "
+            f"sharded model.\n\n{_FORMATS_HELP}",
+        ),
         # JSON has no use for the text.
         lambda given: (
             describe(given.path).as_dict()
@@ -290,38 +293,30 @@ In a program, composable_fsdp.describe(model) shows the same of a sharded model.
     ),
     "verify": Command(
         "read all of a checkpoint, check it",
-        """\
-examples:
-  python -m composable_fsdp verify runs/step_100
-  python -m composable_fsdp verify model.pt --weights-only
-
-"""
-        + _FORMATS_HELP,
+        examples(
+            "verify runs/step_100", "verify model.pt --weights-only", more=_FORMATS_HELP
+        ),
         _verify,
         _show,
     ),
     "diff": checkpoint_diff.COMMAND,
     "convert": Command(
         "write a checkpoint in another format",
-        """\
-examples:
-  python -m composable_fsdp convert step_100 step_100.pt --to torch
-  python -m composable_fsdp convert old.pt weights --to dcp --weights-only
-
-"""
-        + _FORMATS_HELP,
+        examples(
+            "convert step_100 step_100.pt --to torch",
+            "convert old.pt weights --to dcp --weights-only",
+            more=_FORMATS_HELP,
+        ),
         _write,
         _show,
     ),
     "export": Command(
         "write the weights as safetensors, for inference",
-        """\
-examples:
-  python -m composable_fsdp export runs/step_100 my-model --dtype bfloat16
-  python -m composable_fsdp export runs/step_100 my-model.safetensors
-
-"""
-        + _FORMATS_HELP,
+        examples(
+            "export runs/step_100 my-model --dtype bfloat16",
+            "export runs/step_100 my-model.safetensors",
+            more=_FORMATS_HELP,
+        ),
         _export,
         _show,
     ),

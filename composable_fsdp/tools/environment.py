@@ -17,14 +17,7 @@ import torch.distributed as dist
 from composable_fsdp.features.versions import untested
 from composable_fsdp.tools.command import Command, Report
 
-_PACKAGES = (
-    "safetensors",
-    "numpy",
-    "transformers",
-    "accelerate",
-    "peft",
-    "lightning",
-)
+_PACKAGES = ("safetensors", "numpy", "transformers", "accelerate", "peft", "lightning")
 """Packages that this package needs or works with."""
 
 _VARIABLES = re.compile(

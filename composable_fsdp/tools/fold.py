@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
-from composable_fsdp.naming import ROOT_NAME
+from composable_fsdp.naming import ROOT_NAME, runs_of
 from composable_fsdp.planning.unit_plan import UnitPlan
 
 
@@ -54,18 +53,10 @@ def _common_name(fqns: Sequence[str]) -> str:
     exact = prod(several) == len(fqns)
     # Components that are equal in all names stay as they are.
     return ".".join(
-        column[0] if count == 1 else _ranges(map(int, column)) if exact else "*"
+        column[0]
+        if count == 1
+        else ",".join(runs_of(map(int, column)))
+        if exact
+        else "*"
         for column, count in zip(columns, several, strict=True)
     )
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """Return distinct numbers as text, runs as "first-last"."""
-    # In a run, number and position grow together.
-    runs = [
-        [number for _, number in run]
-        for _, run in groupby(
-            enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0]
-        )
-    ]
-    return ",".join(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs)

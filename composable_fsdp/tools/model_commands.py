@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,12 +25,11 @@ from composable_fsdp.tools.arguments import DTYPES, PREFETCH, STRATEGIES, WIRES
 from composable_fsdp.tools.command import BAD, USAGE, Command, Report
 from composable_fsdp.tools.fake_world import simulated_meshes
 from composable_fsdp.tools.fit import at_world_sizes, fit
-from composable_fsdp.tools.forecast import forecast
 from composable_fsdp.tools.machine import Machine
 from composable_fsdp.tools.model_units import NoSplitPolicy, guess_units, unit_names
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.plan_pictures import draw_memory
-from composable_fsdp.tools.sharding_plan import Forecast
+from composable_fsdp.tools.sharding_plan import Forecast, forecast
 from composable_fsdp.tools.simulate import simulate
 from composable_fsdp.tools.simulated_clock import Clock
 from composable_fsdp.tools.simulated_world import simulated_world
@@ -41,11 +40,11 @@ def _plan(given: argparse.Namespace) -> Report:
     """Make the plan, and return its report."""
     # ``--hf`` is another way to write a MODEL.
     targets = [*given.models, *([given.hf] if given.hf else [])]
-    if len(targets) != (2 if given.diff else 1):
+    if len(targets) != 1 + given.diff:
+        what = "--diff expects two MODELs" if given.diff else "expects one MODEL"
         raise PlanError(
-            f"plan{' --diff' if given.diff else ''} expects "
-            f"{'two MODELs' if given.diff else 'one MODEL'}, got {len(targets)}. Write "
-            "MODULE:FUNCTION or the path of a config.json; see --help."
+            f"plan {what}, got {len(targets)}. Write MODULE:FUNCTION or the path of a "
+            "config.json; see --help."
         )
     saved = [_saved(target) for target in targets]
     # A picture is of one plan, whose model is needed.
@@ -79,16 +78,12 @@ def _report_of(
     target: str, given: argparse.Namespace, mesh: DeviceMesh | None
 ) -> Report:
     """Return the report of a model that is built now."""
-    model, inputs, chosen, options, units_from = _asked(target, given, mesh)
-    cut = given.tensor_parallel_size or 1
-    planned = plan(
-        model.module,
-        world_size=given.world_size // cut,
-        shard_world_size=given.shard_world_size,
-        **chosen,
-        **options,
-    )
+    model, options, units_from = _asked(target, given, mesh)
+    inputs, cut = model.inputs, given.tensor_parallel_size or 1
+    planned = plan(model.module, world_size=given.world_size // cut, **options)
     activations = None
+    if (given.compile or given.float8) and not given.time:
+        raise PlanError("--compile and --float8 need --time, as --time h100.")
     for option in ("checkpointing", "time"):
         if getattr(given, option) and inputs is None:
             raise PlanError(f"--{option} needs --batch, as --batch 1x4096.")
@@ -139,11 +134,19 @@ def _answer(report: Report, found: Forecast, given: argparse.Namespace) -> None:
             compiled=given.compile,
             float8=given.float8,
         )
+        how = ["compiled" if given.compile else "eager", *["float8"] * given.float8]
         report["time"] = {
             "machine": given.time,
+            "step": ", ".join(how),
             **time._asdict(),
             "tokens_per_second": time.tokens_per_second,
         }
+        dtypes = [d for unit in found.plan.units for _, d in unit.with_dtypes]
+        if any(each.compute.itemsize > 2 for each in dtypes):
+            report["warnings"].append(
+                "the estimated time counts matrix products in float32 at the speed of "
+                "bfloat16; pass --param-dtype bfloat16"
+            )
     if given.world_sizes:
         report["world_sizes"] = at_world_sizes(
             found, given.world_sizes, cut, given.gpu_memory
@@ -188,11 +191,11 @@ def _step(given: argparse.Namespace) -> Simulation:
     """Run the step of a model on meta, or of one that its function cuts."""
     # Inputs and units are those of the model on meta, also if the step builds another.
     with _job(given) as mesh:
-        model, inputs, chosen, options, _ = _asked(given.model, given, mesh)
+        model, options, _ = _asked(given.model, given, mesh)
         # Names hold in the model of the step, too.
-        if "units" in chosen:
-            chosen["units"] = unit_names(model.module, chosen["units"])
-    if inputs is None:
+        if "units" in options:
+            options["units"] = unit_names(model.module, options["units"])
+    if model.inputs is None:
         raise PlanError(
             "simulate needs --batch, as --batch 4x2048, or a function that returns "
             "(model, arguments of its forward)."
@@ -200,13 +203,11 @@ def _step(given: argparse.Namespace) -> Simulation:
     return simulate(
         model.module if mesh is None else _maker(given),
         world_size=given.world_size,
-        batch=inputs,
+        batch=model.inputs,
         loss=model.loss,
-        shard_world_size=given.shard_world_size,
         tensor_parallel_size=given.tensor_parallel_size,
         optimizer=given.optimizer,
         max_norm=given.max_norm,
-        **chosen,
         **options,
     )
 
@@ -257,27 +258,20 @@ def _job(given: argparse.Namespace) -> Iterator[DeviceMesh | None]:
         yield tensor_parallel.job_mesh(*sizes)
 
 
-class _Asked(NamedTuple):
-    """A model, arguments of its forward (None: unknown), and those of ``fully_shard``,
-    with a text on how the units were selected."""
-
-    model: plan_models.Model
-    inputs: Any
-    chosen: dict[str, Any]
-    options: dict[str, Any]
-    units_from: str
-
-
-def _asked(target: str, given: argparse.Namespace, mesh: DeviceMesh | None) -> _Asked:
-    """Return what the arguments ask for, with the model on meta."""
+def _asked(
+    target: str, given: argparse.Namespace, mesh: DeviceMesh | None
+) -> tuple[plan_models.Model, dict[str, Any], str]:
+    """Return the model on meta, arguments of ``plan``, and how units were selected."""
     # ``--hf`` says that the path is that of a configuration.
     is_config = target == getattr(given, "hf", None)
     model = plan_models.load_model(target, mesh, is_config=is_config)
     # A batch on the command line goes before inputs that the function returned.
-    inputs = plan_models.inputs_for(model, given.batch) if given.batch else model.inputs
+    if given.batch:
+        model = model._replace(inputs=plan_models.inputs_for(model, given.batch))
     _cast(model.module, given)
     chosen, units_from = _chosen_of(model, given)
-    return _Asked(model, inputs, chosen, _options_of(given), units_from)
+    sizes = {"shard_world_size": given.shard_world_size}
+    return model, {**chosen, **_options_of(given), **sizes}, units_from
 
 
 def _cast(module: nn.Module, given: argparse.Namespace) -> nn.Module:
@@ -290,19 +284,18 @@ def _chosen_of(
     model: plan_models.Model, given: argparse.Namespace
 ) -> tuple[dict[str, Any], str]:
     """Return the policy or the units that the arguments select, and how they do."""
-    selections = [given.min_parameters, given.unit_class, given.units]
-    if sum(map(bool, selections)) > 1:
+    number, classes = given.min_parameters, given.unit_class
+    if sum(map(bool, (number, classes, given.units))) > 1:
         raise PlanError(
             "--units, --unit-class and --min-parameters select all units each; give "
             "one of them."
         )
-    if given.min_parameters:
-        number = f"{given.min_parameters:,}"
-        policy: object = SizePolicy(given.min_parameters)
-        return {"policy": policy}, f"the smallest modules of {number} parameters"
-    if given.unit_class:
-        policy = NoSplitPolicy(given.unit_class)
-        return {"policy": policy}, f"modules of class {', '.join(given.unit_class)}"
+    if number:
+        text = f"the smallest modules of {number:,} parameters"
+        return {"policy": SizePolicy(number)}, text
+    if classes:
+        text = f"modules of class {', '.join(classes)}"
+        return {"policy": NoSplitPolicy(classes)}, text
     if given.units:
         return {"units": given.units}, ", ".join(given.units)
     # A function of MODEL that shards has chosen its units itself.

@@ -10,14 +10,11 @@ from typing import Any
 from torch import nn
 
 from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import quoted
+from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import Chosen
 from composable_fsdp.planning.checks import refuse_container
 from composable_fsdp.tools.texts import did_you_mean
-
-_SHOWN = 5
-"""Largest number of classes that a message lists."""
 
 
 class NoSplitPolicy:
@@ -60,12 +57,10 @@ class NoSplitPolicy:
         there = sorted({type(module).__name__ for module in walk.modules(root_module)})
         for name in self._classes or ():
             if name not in there:
-                hint = did_you_mean(name, there)
-                more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
                 raise PlanError(
                     f"{self!r} names the class {name}, and this "
-                    f"{type(root_module).__name__} has no module of the class.{hint} "
-                    f"Its classes are {', '.join(there[:_SHOWN])}{more}."
+                    f"{type(root_module).__name__} has no module of the class."
+                    f"{did_you_mean(name, there)} Its classes are {listed(there)}."
                 )
         # Without names a missing class is no error: many models name several classes.
         chosen = dict(_units(root_module, self._classes)[0])
@@ -138,35 +133,35 @@ def _repeated(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Modu
         if not (isinstance(each, nn.Sequential) or walk.is_container(each))
         and any(True for _ in each.parameters())
     ]
-    found: list[tuple[str, nn.Module]] = []
     # Blocks go before the layers of which blocks are made.
-    blocks = [pair for pair in able if list(pair[1].children())]
-    for rest in (blocks, able):
+    for rest in ([pair for pair in able if list(pair[1].children())], able):
         counts = Counter(type(each) for _, each in rest)
-        for name, each in rest:
-            inside = any(name.startswith(f"{outer}.") for outer, _ in found)
-            if counts[type(each)] > 1 and not inside:
-                found.append((name, each))
+        found = _outermost((n, each) for n, each in rest if counts[type(each)] > 1)
         if found:
             break
     return found
 
 
+def _outermost(pairs: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Return the modules that are below none of those before them."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, each in pairs:
+        if not any(name.startswith(f"{outer}.") for outer, _ in found):
+            found.append((name, each))
+    return found
+
+
 def _entries_of_lists(named: Sequence[tuple[str, nn.Module]]) -> list[Any]:
     """Return the entries of outermost lists of two and more modules, with names."""
-    found: list[tuple[str, nn.Module]] = []
-    for name, each in named:
-        # A list inside of a unit, as of experts, stays whole.
-        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
-        if isinstance(each, nn.ModuleList) and len(each) > 1 and not inside:
-            found += [
-                (f"{name}.{key}" if name else key, child)
-                for key, child in each.named_children()
-                # A container has no forward and cannot be a unit.
-                if not walk.is_container(child)
-                and any(True for _ in child.parameters())
-            ]
-    return found
+    # A list inside of a unit, as of experts, stays whole.
+    return _outermost(
+        (join_name(name, key), child)
+        for name, each in named
+        if isinstance(each, nn.ModuleList) and len(each) > 1
+        for key, child in each.named_children()
+        # A container has no forward and cannot be a unit.
+        if not walk.is_container(child) and any(True for _ in child.parameters())
+    )
 
 
 def chosen_units(root: nn.Module, units: Iterable[object]) -> Chosen:

@@ -83,25 +83,22 @@ def plan_owners(
     chosen = {
         join_name(unit.fqn, slot.fqn): (index, unit, region, slot)
         for index, unit in enumerate(units)
-        for region in unit.regions
-        for slot in region.parameters
+        for slot, region in unit.slots
     }
     if names is None:
-        given = [
+        names = [
             name
             for name, (_, _, region, slot) in chosen.items()
             if region.trainable and len(slot.shape) == 2
         ]
-        given.sort(key=lambda name: (chosen[name][0], chosen[name][3].index))
-    else:
-        given = list(names)
-    for name in given:
+    matrices = []
+    for name in names:
         if name not in chosen:
             raise PlanError(
                 "owners() expects names of parameters in units, got "
                 f"{quoted(name)}. Pass names of model.named_parameters()."
             )
-    matrices = [(name, chosen[name]) for name in given]
+        matrices.append((name, chosen[name]))
     candidates = [
         Candidate(region, slot, unit.replicas, (unit.shard_world_size, unit.replicas))
         for _, (_, unit, region, slot) in matrices

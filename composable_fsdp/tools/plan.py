@@ -32,9 +32,8 @@ from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import make_request
 from composable_fsdp.planning.options import GroupBy, UnitOptions
 from composable_fsdp.planning.policies import AnyPolicy, evaluate_policy
-from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.model_units import chosen_units
-from composable_fsdp.tools.plan_in_force import unit_plan
+from composable_fsdp.tools.plan_in_force import plan_of_units
 from composable_fsdp.tools.replan import replan
 from composable_fsdp.tools.sharding_plan import ShardingPlan, plan_modules
 from composable_fsdp.tools.tensor_parallel import check_sizes
@@ -119,8 +118,7 @@ def plan(
         strategy: the sharding strategy. Default FULL_SHARD.
         mixed_precision: dtypes of compute, reduction, buffers, inputs and outputs.
             Default None: every tensor keeps its dtype.
-        cpu_offload: ``CPUOffload(offload_params=True)`` keeps the sharded parameters
-            and gradients in host memory. Default None: on the device.
+        cpu_offload: keeps sharded parameters and gradients on the host. Default None.
         backward_prefetch: when backward gathers the next unit. Default BACKWARD_PRE.
         forward_prefetch: whether a forward gathers the next unit ahead. Default False.
         limit_all_gathers: whether the memory of at most one resharded unit may wait for
@@ -128,10 +126,8 @@ def plan(
         block: the run of elements that no shard boundary may cut. Default Block.ROW.
         group_by: a function of a parameter's name and the parameter; parameters with
             different answers get separate regions. Default None: a single group.
-        ignored_modules: modules to leave unsharded, with every module below them.
-            Default None: no module.
-        ignored_states: parameters, or modules, to leave unsharded. Default None: no
-            parameter.
+        ignored_modules: modules to leave unsharded, with all below. Default None.
+        ignored_states: parameters, or modules, to leave unsharded. Default None.
         tied_params: "error" (default) refuses a parameter that is tied across units;
             "promote" gives the parameter to the lowest unit above all its places.
         wire: the format in which all-gathers send matrices, as for ``fully_shard``.
@@ -175,19 +171,17 @@ def plan(
     wrapped = module._modules.get(WRAPPED_MODULE)
     if wrapped is not None and get_state(wrapped, API) is not None:
         module = wrapped
-    sharded = _sharded_units(module)
-    ranks = _world_size(world_size, sharded)
-    check_sizes(ranks, shard_world_size)
+    others = (policy, units, modules, states, tied_params != "error")
+    kept, ranks = _kept(module, world_size, shard_world_size)
     # The root is sharded, so no parameter is left.
-    if module in sharded:
-        others = (policy, units, modules, states, tied_params != "error")
+    if kept is not None and not kept.units[0].fqn:
         if options != UnitOptions() or any(others):
             raise PlanError(
                 "plan got options for a module that is sharded already, and whose "
                 "units have their options. Pass world_size and shard_world_size only, "
                 "or plan a fresh model, on meta for example."
             )
-        return _kept(sharded, ranks, shard_world_size)
+        return kept
     request = make_request(
         options,
         ranks,
@@ -203,9 +197,8 @@ def plan(
     # As ``fully_shard(module)`` would shard it next: the walk takes sharded units for
     # boundaries and leaves their parameters alone.
     rest = plan_modules([module], request)[0]
-    if not sharded:
+    if kept is None:
         return rest
-    kept = _kept(sharded, ranks, shard_world_size)
     # Names of units are unique: a module is in one of the two plans.
     by_name = {unit.fqn: unit for unit in (*rest.units, *kept.units)}
     return ShardingPlan(
@@ -215,37 +208,21 @@ def plan(
     )
 
 
-def _world_size(given: int | None, sharded: dict[nn.Module, UnitPlan]) -> int:
-    """Return the number of ranks: as given, or those of the units that are sharded."""
-    if given is not None:
-        return given
-    # All units of a model are over the same ranks, in shards or replicas.
-    for unit in sharded.values():
-        return unit.shard_world_size * unit.replicas
-    raise PlanError(
-        "plan expects world_size, the number of ranks, for a module that is not "
-        "sharded. Pass for example world_size=8."
-    )
-
-
 def _kept(
-    sharded: dict[nn.Module, UnitPlan], world_size: int, shard_world_size: int | None
-) -> ShardingPlan:
-    """Return the plan of units that are sharded, on ``world_size`` ranks."""
-    kept = ShardingPlan(tuple(sharded.values()), world_size)
-    first = kept.units[0]
+    module: nn.Module, world_size: int | None, shard_world_size: int | None
+) -> tuple[ShardingPlan | None, int]:
+    """Return the plan of the units of ``module`` that are sharded, on so many ranks."""
+    # The units of ``replicate`` are not planned.
+    pairs = [(f, s) for f, each, s in walk_states(module) if get_state(each, API) is s]
+    kept = plan_of_units(pairs) if pairs else None
+    ranks = kept.world_size if kept is not None and world_size is None else world_size
+    if ranks is None:
+        raise PlanError(
+            "plan expects world_size, the number of ranks, for a module that is not "
+            "sharded. Pass for example world_size=8."
+        )
+    check_sizes(ranks, shard_world_size)
     # On the ranks of the units themselves, their regions are those of the process.
-    moved = world_size != first.shard_world_size * first.replicas
-    if moved or shard_world_size is not None:
-        return replan(kept, world_size=world_size, shard_world_size=shard_world_size)
-    return kept
-
-
-def _sharded_units(module: nn.Module) -> dict[nn.Module, UnitPlan]:
-    """Return the plans of the sharded units of ``module``, in walking order."""
-    return {
-        each: unit_plan(fqn, state)
-        for fqn, each, state in walk_states(module)
-        # The units of ``replicate`` are not planned.
-        if get_state(each, API) is state
-    }
+    if kept is not None and (ranks != kept.world_size or shard_world_size is not None):
+        kept = replan(kept, world_size=ranks, shard_world_size=shard_world_size)
+    return kept, ranks

@@ -144,6 +144,11 @@ def _from_function(
             f"values: {type(error).__name__}: {error}. Build the model alone, and load "
             "or read no values."
         ) from error
+    return returned(made, source, mesh)
+
+
+def returned(made: Any, source: str, mesh: DeviceMesh | None) -> Model:
+    """Return the model that a function has returned, cut over ``mesh["tp"]``."""
     inputs = loss = None
     # A function may return the model with arguments for its forward, and a loss.
     if isinstance(made, tuple) and len(made) in (2, 3):

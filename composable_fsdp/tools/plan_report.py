@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from composable_fsdp.config import Block
-from composable_fsdp.naming import size_text
+from composable_fsdp.naming import listed, size_text
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.step_memory import StepMemory
 from composable_fsdp.tools.texts import counted, dtype_text, sent_text, table
@@ -188,13 +188,12 @@ def _mixed(rows: Sequence[Any]) -> Iterator[str]:
     """Yield a sentence on units that hold trainable and frozen parameters."""
     for fold in (row.fold for row in rows):
         trainable, frozen = fold.unit.trainable, fold.unit.frozen
-        more = f" and {len(trainable) - 4} more" if len(trainable) > 4 else ""
         if trainable and frozen:
             yield (
                 f"unit {fold.name} trains {len(trainable)} of "
                 f"{len(trainable) + len(frozen)} parameters "
                 f"({sum(trainable.values()):,} elements; {sum(frozen.values()):,} are "
-                f"frozen): {', '.join(list(trainable)[:4])}{more}"
+                f"frozen): {listed(trainable)}"
             )
 
 
@@ -222,9 +221,10 @@ def text_of(report: Report, width: int | None = None) -> str:
     if "time" in report:
         time = report["time"]
         lines.append(
-            f"Time of a step on {time['machine']}: {time['seconds']:.3g} s, of which "
-            f"{time['waiting']:.3g} s wait; {time['tokens_per_second']:,.0f} tokens "
-            "per second and GPU."
+            f"Estimated time of a step on {time['machine']}, {time['step']}: "
+            f"{time['seconds']:.3g} s, of which the GPU waits {time['waiting']:.3g} s "
+            f"for collectives; {time['tokens_per_second']:,.0f} tokens per second and "
+            "GPU. The host's time per unit is left out."
         )
     if report["peak"]["activations_of"] is None:
         lines.append("Activations are left out; a batch, as --batch 1x4096, adds them.")
@@ -418,16 +418,19 @@ def text_of_differences(found: Report, names: tuple[str, str]) -> str:
         "calls": "Calls per step",
         "units": "Units",
     }
+    shown = {
+        "bytes": (size_text, _change),
+        "calls": (_value, lambda a, b: f"{b - a:+,}"),
+    }
     for key, title in titles.items():
-        show = size_text if key == "bytes" else _value
-        rows = [[name, *map(show, pair)] for name, pair in found[key].items()]
-        for row, (a, b) in zip(rows, found[key].values(), strict=True):
-            if key in ("bytes", "calls"):
-                row.append(_change(a, b) if key == "bytes" else f"{b - a:+,}")
+        show, change = shown.get(key, (_value, None))
+        rows = [
+            [name, show(a), show(b), *([change(a, b)] if change else [])]
+            for name, (a, b) in found[key].items()
+        ]
         if rows:
             header = ["", "A", "B", "B - A"][: len(rows[0])]
-            left = range(1 if header[3:] else 3)
-            lines += ["", title, *table(header, rows, left)]
+            lines += ["", title, *table(header, rows, range(1 if change else 3))]
     return "\n".join(lines)
 
 

@@ -76,9 +76,6 @@ def _replan_unit(
     # Equal units of the old and the new plan share their layouts.
     if options == unit.options and sizes == (unit.shard_world_size, unit.replicas):
         return unit
-    slots = [(slot, region) for region in unit.regions for slot in region.parameters]
-    # ``plan_regions`` orders parameters by the walk of the unit, as ``index`` does.
-    slots.sort(key=lambda pair: pair[0].index)
     specs = [
         # A slot of a single rank has block 1, so the block comes from the shape.
         options.spec(
@@ -90,7 +87,7 @@ def _replan_unit(
             slot.whole,
             slot.strides,
         )
-        for slot, region in slots
+        for slot, region in unit.slots
     ]
     return replace(
         unit,

@@ -13,12 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from composable_fsdp.config import DeviceType
+from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.planner import Target, plan_targets
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.storage.save_parts import save_bytes
 from composable_fsdp.tools.fold import Fold, fold_units
-from composable_fsdp.tools.machine import Machine, machine_of
+from composable_fsdp.tools.machine import MACHINES, Machine
 from composable_fsdp.tools.memory import (
     OPTIMIZERS,
     Activations,
@@ -116,8 +118,7 @@ class ShardingPlan:
 
         Args:
             optimizer_states: as in ``peak``; 2 for AdamW. Default 0.
-            bytes_per_element: bytes that the optimizer keeps beside these states per
-                element of a trainable parameter. Default 0.
+            bytes_per_element: what the optimizer keeps beside them. Default 0.
         """
         pairs = [(r, unit.replicas) for unit in self.units for r in unit.regions]
         return save_bytes(pairs, optimizer_states, bytes_per_element)
@@ -227,11 +228,11 @@ class ShardingPlan:
         compiled: bool = False,
         float8: bool = False,
     ) -> StepTime:
-        """Return how long a step takes on ``machine``, by its schedule.
+        """Return how long a step takes on ``machine``, an estimate by its schedule.
 
         Operations and bytes are those of the measured step; all-gathers and reductions
-        run beside them, in the order of the step on CUDA. Collectives of the model
-        itself and copies of CPU offload are not counted.
+        run beside them, in the order of the step on CUDA. Not counted: the host's time
+        per unit, collectives of the model itself, and copies of CPU offload.
 
         Args:
             machine: a ``Machine``, or the name of one in ``MACHINES``, such as "h100".
@@ -252,17 +253,16 @@ class ShardingPlan:
         >>> planned.step_time("h200", saved) < planned.step_time("pcie", saved)
         True
         """
+        speeds = MACHINES.get(str(machine), machine)
+        if not isinstance(speeds, Machine):
+            raise PlanError(
+                f"machine expects a Machine, or one of {', '.join(MACHINES)}; got "
+                f"{machine!r}."
+            )
         found = self.in_forward_order(activations.order)
         kept = optimizer_memory(optimizer)
-        return time_of_step(
-            found.moments(kept),
-            found.units,
-            machine_of(machine),
-            activations,
-            kept,
-            compiled=compiled,
-            float8=float8,
-        )
+        given = (found.moments(kept), found.units, speeds, activations, kept)
+        return time_of_step(*given, compiled=compiled, float8=float8)
 
     def step_memory(self, *, device_type: str = "cuda") -> StepMemory:
         """Return the memory of a step, operation by operation.
@@ -331,16 +331,7 @@ class UnitRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a rank holds and sends in a training step.
-
-    Args:
-        plan: the plan of the model.
-        optimizer: the optimizer's memory. Default: AdamW in its ``foreach`` form, the
-            default of torch.
-        activations: what a step holds beside the plan's buffers. Default None: left
-            out.
-        device_type: "cuda" (default) or "cpu", as in ``ShardingPlan.peak``.
-    """
+    """What a rank holds and sends in a training step; the result of ``forecast``."""
 
     plan: ShardingPlan
     optimizer: OptimizerMemory = OPTIMIZERS["adamw"]
@@ -401,3 +392,36 @@ class Forecast:
         return self.plan.save_bytes(
             optimizer_states=kept.states, bytes_per_element=kept.bytes_per_element
         )
+
+
+def forecast(
+    plan: ShardingPlan,
+    *,
+    optimizer: str | float | OptimizerMemory = "adamw",
+    activations: Activations | None = None,
+    device_type: DeviceType = "cuda",
+) -> Forecast:
+    """Return the memory of a rank and the traffic of a step, with an optimizer.
+
+    Args:
+        plan: the result of ``plan()``.
+        optimizer: a name ("adamw", the default; "adamw-fused", "adam", "adam-fused",
+            "sgd", "sgd-momentum", "none"), or the bytes that the optimizer keeps per
+            element of a parameter.
+        activations: the result of ``measure_activations``, whose forward also gives the
+            order of the units. Default None: left out.
+        device_type: "cuda" (default) or "cpu", as in ``ShardingPlan.peak``.
+
+    Returns: the forecast; ``total`` is the bytes at the peak.
+    Raises: PlanError, if ``optimizer`` is unknown.
+
+    >>> import torch
+    >>> from composable_fsdp import plan
+    >>> planned = plan(torch.nn.Linear(8, 8, bias=False), world_size=4)
+    >>> forecast(planned, optimizer="adamw-fused").rows[0].optimizer
+    128
+    """
+    # A measured forward shows the order of the units; a plan alone has to guess it.
+    if activations is not None:
+        plan = plan.in_forward_order(activations.order)
+    return Forecast(plan, optimizer_memory(optimizer), activations, device_type)

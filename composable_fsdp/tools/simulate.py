@@ -27,7 +27,7 @@ from composable_fsdp.tools.machine import Machine
 from composable_fsdp.tools.memory import OPTIMIZERS
 from composable_fsdp.tools.model_units import unit_names
 from composable_fsdp.tools.plan import plan
-from composable_fsdp.tools.plan_models import is_sharded
+from composable_fsdp.tools.plan_models import Model, is_sharded, returned
 from composable_fsdp.tools.simulated_clock import Clock
 from composable_fsdp.tools.simulated_world import replaced, simulated_world, tensors_of
 from composable_fsdp.tools.simulation import Simulation
@@ -78,10 +78,10 @@ def simulate(
 
     Args:
         model: a module, which is not changed and may be on meta, or a function without
-            arguments that returns a module, or a module and the arguments of its
-            forward. The function may shard the module as a training script does, and
-            sees a process group of ``world_size`` ranks. With ``tensor_parallel_size``
-            the function may take the mesh of the job as its only argument.
+            arguments that returns a module, or a module, the arguments of its forward
+            and perhaps a loss. The function may shard the module as a training script
+            does, and sees a process group of ``world_size`` ranks. With
+            ``tensor_parallel_size`` the function may take the mesh of the job.
         world_size: number of ranks.
         batch: a tensor, or positional or keyword arguments of the forward, of a single
             rank; tensors may be on meta. Default None: as the function returned.
@@ -136,8 +136,8 @@ def simulate(
             MemoryLog(clock) as log,
             fake_world.explained(tensor_parallel.name_of(model), log.place),
         ):
-            module, given = _build(model, units, options, mesh)
-            given = given if batch is None else batch
+            built = _build(model, units, options, mesh)
+            module, given = built.module, built.inputs if batch is None else batch
             # A step without inputs is no step of training.
             if given is None:
                 raise PlanError(
@@ -146,7 +146,7 @@ def simulate(
                 )
             args, kwargs = fake_world.fake_arguments(given)
             made = _optimizer(optimizer, module, streams=streams)
-            loss = loss or fake_world.default_loss
+            loss = loss or built.loss or fake_world.default_loss
             step = _Step(module, args, kwargs, loss, made, max_norm, streams)
             _run(step, clock, log)
             # Cycles of the first step would be counted as living in the second.
@@ -198,51 +198,36 @@ def _build(
     units: Iterable[Any] | None,
     options: dict[str, Any],
     mesh: DeviceMesh | None,
-) -> tuple[nn.Module, Any]:
-    """Return the sharded model, and the arguments of its forward, None if unknown."""
-    is_cut = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
+) -> Model:
+    """Return the sharded model, with what its function returned beside it."""
+    cut = mesh if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else None
     # A module is copied; a function makes a new module, on fake tensors, itself.
     if isinstance(model, nn.Module):
         _check_plain(model)
-        module, batch = _copy(model), None
+        found = Model(_copy(model), "")
     else:
-        found = tensor_parallel.without_arguments(
-            model, mesh if is_cut else None, tensor_parallel.name_of(model)
-        )()
-        # A pair has the arguments of the forward, as for ``plan`` on the command line.
-        module, batch = found if isinstance(found, tuple) else (found, None)
-        if not isinstance(module, nn.Module):
-            raise PlanError(
-                "simulate expects a function that returns a module, or a module and "
-                f"the arguments of its forward; got a {type(module).__name__}."
-            )
+        name = tensor_parallel.name_of(model)
+        made = tensor_parallel.without_arguments(model, cut, name)()
+        found = returned(made, name, cut)
+    module = found.module
     # Modules in ``units`` are those of ``model``, and names hold in the copy.
     names = unit_names(model if isinstance(model, nn.Module) else module, units)
     # A function that shards has chosen everything itself.
     if is_sharded(module):
-        if options or names or (mesh is not None and not is_cut):
+        if options or names or mesh is not cut:
             raise PlanError(
                 "simulate got units or options of fully_shard for a function that "
                 "shards its module itself. Leave them out."
             )
-        return module, batch
+        return found
     if mesh is not None:
         options = {**options, "device_mesh": tensor_parallel.data_mesh(mesh)}
-        if is_cut:
-            tensor_parallel.check_cut(module, mesh, tensor_parallel.name_of(model))
-    _shard(module, names, options)
-    return module, batch
-
-
-def _shard(
-    module: nn.Module, names: Sequence[Sequence[str]], options: dict[str, Any]
-) -> None:
-    """Shard a module with units of these names."""
     # Units below come before those above, as in a training script.
     for group in sorted(names, key=lambda group: -group[0].count(".")):
         parts = [module.get_submodule(name) for name in group]
         fully_shard(parts[0] if len(parts) == 1 else parts, **options)
     fully_shard(module, **options)
+    return found
 
 
 def _check_plain(model: nn.Module) -> None:

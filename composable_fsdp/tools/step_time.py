@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from composable_fsdp.planning.unit_plan import UnitPlan
@@ -49,53 +48,50 @@ def time_of_step(
     """Return the time of the operations of ``moments`` on streams and a link."""
     by_name = {unit.fqn: unit for unit in units}
     clock = Clock(machine)
-    compute = clock.current
-    gathers, reductions = clock.new_stream(), clock.new_stream()
+    gathers, reductions = clock.new_stream().number, clock.new_stream().number
     # When the full parameters of a unit were there, and when they were used last.
     arrived, used = dict.fromkeys(by_name, 0.0), dict.fromkeys(by_name, 0.0)
     filled: set[str] = set()
     left_out = MEMORY if compiled else FUSED
+
+    def send(stream: int, seconds: float) -> float:
+        sent = SimulatedOperation(COMMUNICATION, "", None)
+        clock.go_on(stream, clock.send_on(stream, sent, seconds))
+        return clock.reached(stream)
+
     for event in (moment.event for moment in moments[:-1]):
         name, unit = event.unit, by_name[event.unit]
-        clock.stage = event.phase
         if event.kind == GATHER:
-            seconds = machine.collective(gathered_bytes(unit), unit.shard_world_size)
-            _send(clock, gathers.number, "all_gather", seconds)
-            arrived[name] = clock.reached(gathers.number)
+            ranks = unit.shard_world_size
+            seconds = machine.collective(gathered_bytes(unit), ranks)
+            arrived[name] = send(gathers, seconds)
         elif event.kind == FREE:
             # The host waits for the unit whose memory the next all-gather takes.
             clock.block(used[name])
         elif event.kind != REDUCE:
             clock.go_on(0, arrived[name])
-            work = activations.work.get(event) or Counter()
-            kept = {each: n for each, n in work.items() if each.kind != left_out}
-            _compute(clock, name, kept, float8=float8 and bool(name))
+            seconds = issued = 0.0
+            for cost, times in activations.work.get(event, {}).items():
+                if cost.kind != left_out:
+                    low = float8 and bool(name)
+                    seconds += times * machine.seconds(cost, float8=low)
+                    issued += times * machine.launch
+            clock.compute(name, seconds)
+            # Meanwhile the host issues what follows.
+            clock.issue(issued)
             used[name] = clock.reached(0)
         # First the gradients move into the buffers, then they are sent.
         elif name in filled:
-            reductions.wait_stream(compute)
-            _send(clock, reductions.number, "reduce", _reduction(unit, machine))
+            clock.go_on(reductions, clock.reached(0))
+            send(reductions, _reduction(unit, machine))
         else:
             filled.add(name)
-    compute.wait_stream(reductions)
-    clock.stage = "optimizer step"
-    clock.compute(
-        None, machine.seconds(Cost(MEMORY, 0, _optimizer_bytes(units, optimizer)))
-    )
+    clock.go_on(0, clock.reached(reductions))
+    moved = Cost(MEMORY, 0, _optimizer_bytes(units, optimizer))
+    clock.compute(None, machine.seconds(moved))
     busy = sum(o.end - o.begin for o in clock.operations if o.kind == COMPUTE)
     end = clock.reached(0)
     return StepTime(end, busy, end - busy, activations.tokens)
-
-
-def _compute(
-    clock: Clock, name: str, work: Mapping[Cost, int], *, float8: bool
-) -> None:
-    """Run operations of a unit, while the host issues what follows."""
-    machine = clock.machine
-    clock.compute(
-        name, sum(n * machine.seconds(each, float8=float8) for each, n in work.items())
-    )
-    clock.issue(machine.launch * sum(work.values()))
 
 
 def _optimizer_bytes(units: Sequence[UnitPlan], optimizer: OptimizerMemory) -> int:
@@ -109,17 +105,10 @@ def _optimizer_bytes(units: Sequence[UnitPlan], optimizer: OptimizerMemory) -> i
     )
 
 
-def _send(clock: Clock, stream: int, name: str, seconds: float) -> None:
-    """Send collectives of a unit on a stream."""
-    made = SimulatedOperation(COMMUNICATION, name, None)
-    clock.go_on(stream, clock.send_on(stream, made, seconds))
-
-
 def _reduction(unit: UnitPlan, machine: Machine) -> float:
     """Return the seconds of the reductions of a unit, over shards and replicas."""
-    nbytes, ranks, replicas = unit.reduce_bytes, unit.shard_world_size, unit.replicas
-    seconds = machine.collective(nbytes, ranks)
+    nbytes, ranks = unit.reduce_bytes, unit.shard_world_size
     # Replicas of a shard are in different nodes, if a group fills its nodes.
     apart = ranks >= machine.node_size > 1
-    part = nbytes // ranks
-    return seconds + machine.collective(part, replicas, rounds=2, apart=apart)
+    own = machine.collective(nbytes // ranks, unit.replicas, rounds=2, apart=apart)
+    return machine.collective(nbytes, ranks) + own

@@ -64,13 +64,11 @@ def _cost_of(func: Any, args: Any, kwargs: Any, result: Any, nbytes: int) -> Cos
     count = flop_counter.flop_registry.get(func._overloadpacket)
     if count is not None:
         operations = float(count(*args, **kwargs, out_val=result))
-    # The kernel of CPUs has no count.
-    elif name.endswith("flash_attention_for_cpu"):
-        shapes = [t.shape for t in args[:3]]
-        operations = flop_counter.sdpa_flop_count(*shapes)  # type: ignore[no-untyped-call]
-    elif name.endswith("flash_attention_for_cpu_backward"):
-        shapes = [t.shape for t in args[:4]]
-        operations = flop_counter.sdpa_backward_flop_count(*shapes)  # type: ignore[no-untyped-call]
+    # The kernels of CPUs have no counts.
+    elif "flash_attention_for_cpu" in name:
+        back = name.endswith("backward")
+        forms: Any = flop_counter.sdpa_flop_count, flop_counter.sdpa_backward_flop_count
+        operations = forms[back](*(tensor.shape for tensor in args[: 3 + back]))
     else:
         return Cost(MEMORY, 0.0, nbytes)
     named = zip([each.name for each in func._schema.arguments], args, strict=False)

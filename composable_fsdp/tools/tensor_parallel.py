@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp.errors import PlanError
+from composable_fsdp.naming import join_name
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import is_dtensor
 
@@ -127,8 +128,10 @@ def check_cut(module: nn.Module, mesh: DeviceMesh, name: str) -> None:
 
 def first_dtensor(module: nn.Module) -> str | None:
     """Return the name of the first parameter that is a DTensor; None if none is."""
-    for prefix, each in walk.named(module):
-        for name, parameter in each._parameters.items():
-            if is_dtensor(parameter):
-                return f"{prefix}.{name}" if prefix else name
-    return None
+    named = (
+        join_name(prefix, name)
+        for prefix, each in walk.named(module)
+        for name, parameter in each._parameters.items()
+        if is_dtensor(parameter)
+    )
+    return next(named, None)

@@ -27,8 +27,8 @@ from composable_fsdp.storage import save as saving
 from composable_fsdp.storage import save as snapshot
 from composable_fsdp.storage.commit import newest_in
 from composable_fsdp.storage.native import NativeSource
-from composable_fsdp.tools.forecast import forecast
 from composable_fsdp.tools.plan_report import report_of, text_of
+from composable_fsdp.tools.sharding_plan import forecast
 from tests.storage.test_faults import full_disk
 from tests.storage.training import Saved, everything, make, optimizer_of, same, step
 from tests.support.sharded import RankCount, message_of

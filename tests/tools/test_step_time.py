@@ -34,19 +34,22 @@ ROW = re.compile(
     re.MULTILINE,
 )
 
-
 OWN = re.compile(
     r"^\| (?P<tokens>[\d,]+) tokens, (?P<machine>\w+) \| (?P<how>[^|]+) \| "
-    r"(?P<published>[\d,]+) \| (?P<planned>[\d,]+) \| (?P<off>[-+][\d.]+) % \|",
+    r"(?P<published>[\d,]+) \| (?P<planned>[\d,]+) \| (?P<off>[-+][\d.]+) % \| "
+    r"(?P<mark>[^|]*?) *\|",
     re.MULTILINE,
 )
-NO_LINK: dict[str, Any] = {
-    "link_bytes_per_second": 1e30,
-    "node_bytes_per_second": 1e30,
-    "latency": 0.0,
-    "node_latency": 0.0,
-}
-"""torch's fake group moves nothing."""
+
+
+def of_fake_group(machine: Machine) -> Machine:
+    """A node whose collectives read and write the buffer on the device.
+
+    So does an all-gather of torch's fake group, in eight copies; a reduction, which
+    copies an eighth, is counted as much.
+    """
+    copied = machine.memory_bytes_per_second / 2
+    return replace(machine, latency=0.0, node_bytes_per_second=copied * 7 / 8)
 
 
 def of_32_layers(
@@ -82,12 +85,11 @@ def own(tokens: str) -> Activations:
     return of_32_layers(model, "blocks", ids)
 
 
-def held(row: dict[str, str], found: float, within: float) -> None:
-    """A row of the page shows what is computed, which is near what was measured."""
-    expected = float(row["published"].replace(",", ""))
-    off = found / expected - 1
-    assert abs(off) < within, (row, found)
+def held(row: dict[str, str], found: float) -> float:
+    """A row of the page shows what is computed; returns how far the row is off."""
+    off = found / float(row["published"].replace(",", "")) - 1
     assert (f"{found:,.0f}", f"{100 * off:+.1f}") == (row["planned"], row["off"]), row
+    return abs(off)
 
 
 @pytest.mark.req("N-13")
@@ -108,28 +110,31 @@ def test_published_rows_are_met_within_fifteen_percent() -> None:
             compiled="compiled" in how,
             float8="float8" in how,
         )
-        held(row, planned.tokens_per_second, 0.15)
+        assert held(row, planned.tokens_per_second) < 0.15
 
 
 @pytest.mark.req("N-13")
-def test_our_own_report_is_met_where_the_gpu_is_the_limit() -> None:
-    """``benchmarks.llama`` on one GPU, rank 0 of 8 without a network: within 15 %, and
-    no step is planned slower where the host is the limit."""
+def test_captured_steps_of_our_own_report_are_met_within_twenty_percent() -> None:
+    """``benchmarks.llama`` on one GPU; a captured step has no host time, as the plan.
+
+    The page marks each row that is off by more than 10 %, those of the host included.
+    """
     rows = [each.groupdict() for each in OWN.finditer(PAGE.read_text())]
     with torch.device("meta"):
         model = llama.Llama(llama.Shape(), 32)
     planned = plan(model, world_size=8, units=["blocks.*"], mixed_precision=LOW)
+    captured = 0
 
-    assert len(rows) >= 5
     for row in rows:
-        found = planned.step_time(
-            replace(MACHINES[row["machine"]], **NO_LINK),
-            own(row["tokens"]),
-            compiled="compiled" in row["how"],
-        )
-        of_host = "limited by the host" in row["how"]
-        assert not (of_host and row["off"].startswith("-"))
-        held(row, found.tokens_per_second, 0.4 if of_host else 0.15)
+        machine = of_fake_group(MACHINES[row["machine"]])
+        compiled = "compiled" in row["how"]
+        found = planned.step_time(machine, own(row["tokens"]), compiled=compiled)
+        off = held(row, found.tokens_per_second)
+        assert row["mark"] == ("outside" if off > 0.1 else "")
+        if "captured" in row["how"]:
+            captured += 1
+            assert off < 0.2, row
+    assert (len(rows), captured) == (10, 5)
 
 
 class Net(nn.Module):
@@ -214,7 +219,7 @@ def test_the_time_is_that_of_the_simulated_runtime(options: dict[str, Any]) -> N
 
 def test_an_all_reduce_of_nodes_is_limited_by_their_links() -> None:
     """A node shares its links; a rank of its own node has one."""
-    machine = replace(MACHINES["h100"], node_latency=0.0, latency=0.0)
+    machine = replace(MACHINES["h100"], latency=0.0)
     size = 1 << 30
     inside = machine.collective(size, 8)
     assert inside == pytest.approx(size * 7 / 8 / machine.node_bytes_per_second)
@@ -235,8 +240,12 @@ def test_a_compiler_keeps_what_is_between_products(run: Run, script: str) -> Non
         speeds.append(json.loads(out)["time"]["tokens_per_second"])
     assert speeds == sorted(speeds)
     _, out, _ = run("plan", *given, "--time", "h200")
-    assert "Time of a step on h200: " in out
+    assert "Estimated time of a step on h200, eager: " in out
+    assert "at the speed of bfloat16" not in out
+    _, out, _ = run("plan", *given[:-2], "--time", "h200")
+    assert "at the speed of bfloat16" in out
 
+    assert "--float8 need --time" in run("plan", f"{script}:Net", "--compile")[2]
     assert "--time needs --batch" in run("plan", f"{script}:Net", "--time", "h100")[2]
     assert "Did you mean h100" in run("plan", f"{script}:Net", "--time", "h10")[2]
     planned = plan(Net(), world_size=2)
