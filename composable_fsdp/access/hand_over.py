@@ -68,8 +68,8 @@ def transfer_plan(source: Boxes, target: Boxes) -> list[Transfer]:
     Each element is sent once to each rank of ``target`` that asks for it. Ranks are
     those of either side, which may be other processes.
 
-    Raises: CompositionError, naming the tensor, if ``source`` lacks elements, holds
-        them twice, or has another number of dims.
+    Raises: CompositionError, naming the tensor, if ``source`` lacks elements, or holds
+        them twice.
 
     >>> engine = {"head.weight": ((0, (0, 0), (2, 4)), (1, (2, 0), (2, 4)))}
     >>> transfer_plan(boxes(model), engine)[1]
@@ -86,11 +86,7 @@ def transfer_plan(source: Boxes, target: Boxes) -> list[Transfer]:
             left = prod(sizes)
             for holder, begins, counts in source[name]:
                 if not len(offsets) == len(sizes) == len(begins):
-                    raise CompositionError(
-                        f"transfer_plan: the target asks for box {offsets}, {sizes} of "
-                        f"{quoted(name)}; expected {len(begins)} offsets and sizes, "
-                        "one per dim."
-                    )
+                    continue
                 low = tuple(map(max, offsets, begins))
                 ends = zip(offsets, sizes, begins, counts, low, strict=True)
                 shape = tuple([min(o + s, b + c) - i for o, s, b, c, i in ends])
@@ -101,7 +97,8 @@ def transfer_plan(source: Boxes, target: Boxes) -> list[Transfer]:
                 raise CompositionError(
                     f"transfer_plan: of box {offsets}, {sizes} of {quoted(name)} the "
                     f"source {'lacks' if left > 0 else 'holds twice'} {abs(left)} "
-                    "elements. Pass boxes(model) of the whole model, without replicas."
+                    f"elements; it holds {source[name][:1]} and so on. Pass "
+                    "boxes(model) of the whole model, without replicas."
                 )
     return plan
 

@@ -77,7 +77,7 @@ class _Piece(NamedTuple):
             is_cast = ref.region.layout.dtype != dtype
             if is_cast or ref.handle.layout.offload:
                 numel += self.own(ref)[0].numel()
-        joined = sum(entry.joined_nbytes for entry in self.entries)
+        joined = sum(entry.nbytes - entry.part_nbytes for entry in self.entries)
         return numel * dtype.itemsize + joined * self.receives(dist.get_rank())
 
 
@@ -213,33 +213,33 @@ def stream_plan(
 
 
 def _usable(
-    max_bytes: float, names: object, dtype: object, ranks: object, how: str
+    max_bytes: float, names: Any, dtype: object, ranks: Any, tensor_parallel: str
 ) -> dict[str, Any]:
     """Return the arguments that ranks compare. Raises: ValueError, naming a bad one."""
-    if isinstance(names, Iterable) and not isinstance(names, str):
-        names = tuple(names)
-    if isinstance(ranks, Iterable):
-        ranks = tuple(ranks)
-    size = dist.get_world_size()
-    given = {
-        "max_bytes": (max_bytes, "a positive number"),
-        "names": (names, "a list of names"),
-        "dtype": (dtype, "a torch.dtype"),
-        "ranks": (ranks, f"global ranks below {size}"),
-        "tensor_parallel": (how, '"whole" or "local"'),
+    every = range(dist.get_world_size())
+    ranks = tuple(ranks) if isinstance(ranks, Iterable) else ranks
+    wrong = {
+        f"max_bytes is {max_bytes}; expected a positive number.": max_bytes <= 0,
+        f"names is {names!r}; expected a list of names.": isinstance(names, str),
+        f"dtype is {dtype!r}; expected a torch.dtype.": not isinstance(
+            dtype, torch.dtype | None
+        ),
+        f"ranks is {ranks}; expected global ranks below {len(every)}.": ranks
+        is not None
+        and not (isinstance(ranks, tuple) and set(ranks) <= set(every)),
+        f'tensor_parallel is {tensor_parallel!r}; expected "whole" or "local".': (
+            tensor_parallel not in ("whole", "local")
+        ),
     }
-    fits = {
-        "max_bytes": isinstance(max_bytes, int | float) and max_bytes > 0,
-        "names": names is None or isinstance(names, tuple),
-        "dtype": dtype is None or isinstance(dtype, torch.dtype),
-        "ranks": ranks is None
-        or (isinstance(ranks, tuple) and set(ranks) <= set(range(size))),
-        "tensor_parallel": how in ("whole", "local"),
+    for text in [text for text, is_wrong in wrong.items() if is_wrong]:
+        raise ValueError(text)
+    return {
+        "max_bytes": max_bytes,
+        "names": None if names is None else tuple(names),
+        "dtype": dtype,
+        "ranks": ranks,
+        "tensor_parallel": tensor_parallel,
     }
-    for name, (value, expected) in given.items():
-        if not fits[name]:
-            raise ValueError(f"{name} is {value!r}; expected {expected}.")
-    return {name: value for name, (value, _) in given.items()}
 
 
 def _bucket(
@@ -267,60 +267,44 @@ def _bucket(
 
 Sent = list[tuple[Operation | None, Tensor]]
 """Collectives, and what has to live until they have ended."""
+Together = dict[dist.ProcessGroup, list[tuple[Tensor, Tensor]]]
+"""By group, the buffers that an all-gather fills, and this rank's parts of them."""
 
 
-def _send(pieces: Sequence[_Piece], buffers: Sequence[Tensor]) -> Sent:
-    """Begin to gather into a buffer per piece. Collective: as ``stream_full``."""
+def _send(piece: _Piece, full: Tensor, together: Together) -> Sent:
+    """Begin to gather into ``full``, or leave it to ``together``."""
+    ref = piece.entries[0].ref
+    if ref is None:
+        if full.numel():
+            full.copy_(local_of(piece.entries[0].source).reshape(-1))
+        return []
+    group, (own, numels) = ref.handle.groups.shard, piece.own(ref)
+    if ref.handle.layout.offload:
+        # On the host: from there torch casts in more memory of the device.
+        own = own.to(full.dtype)
     sent: Sent = []
-    together: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor]]] = {}
-    for piece, full in zip(pieces, buffers, strict=True):
-        ref = piece.entries[0].ref
-        if ref is None:
-            if full.numel():
-                full.copy_(local_of(piece.entries[0].source).reshape(-1))
-            continue
-        group, (own, numels) = ref.handle.groups.shard, piece.own(ref)
-        if ref.handle.layout.offload:
-            # On the host: from there torch casts in more memory of the device.
-            own = own.to(full.dtype)
-        if group is not None and piece.ranks is not None:
-            sent += _exchange(piece, full, own.to(full), numels, group)
-        elif full.numel():
-            parts = torch.split(full, numels)
-            # Casts, and copies from the host; the gather is in place.
-            parts[ref.region.rank].copy_(own)
-            if group is not None and len(set(numels)) == 1:
-                together.setdefault(group, []).append((full, parts[ref.region.rank]))
-                continue
-            for rank, part in enumerate(parts):
-                if group is not None and part.numel():
-                    work = collectives.broadcast(part, group, rank=rank, async_op=True)
-                    sent.append((work, part))
-    for group, pairs in together.items():
-        wholes, shards = zip(*pairs, strict=True)
-        work = collectives.all_gather_flat(wholes, shards, group, async_op=True)
-        sent.append((work, wholes[0]))
+    if group is not None and piece.ranks is not None:
+        own, none = own.to(full), [0] * len(numels)
+        for target, rank in enumerate(dist.get_process_group_ranks(group)):
+            if piece.receives(rank):
+                is_here, ours = target == group.rank(), [*none]
+                ours[target] = own.numel()
+                sizes, into = (numels, full) if is_here else (none, full[:0])
+                both = sizes, ours
+                work = collectives.all_to_all(into, own, both, group, async_op=True)
+                sent.append((work, own))
+    elif full.numel():
+        parts = torch.split(full, numels)
+        # Casts, and copies from the host; the gather is in place.
+        parts[ref.region.rank].copy_(own)
+        if group is not None and len(set(numels)) == 1:
+            together.setdefault(group, []).append((full, parts[ref.region.rank]))
+        elif group is not None:
+            for rank in [rank for rank, numel in enumerate(numels) if numel]:
+                part = parts[rank]
+                work = collectives.broadcast(part, group, rank=rank, async_op=True)
+                sent.append((work, part))
     return sent
-
-
-def _exchange(
-    piece: _Piece,
-    full: Tensor,
-    own: Tensor,
-    numels: list[int],
-    group: dist.ProcessGroup,
-) -> Iterator[tuple[Operation | None, Tensor]]:
-    """Send ``own``, this rank's part, to the ranks of ``group`` that receive."""
-    none = [0] * len(numels)
-    for target, rank in enumerate(dist.get_process_group_ranks(group)):
-        if piece.receives(rank):
-            is_here, ours = target == group.rank(), [*none]
-            ours[target] = own.numel()
-            sizes, into = (numels, full) if is_here else (none, full[:0])
-            yield (
-                collectives.all_to_all(into, own, (sizes, ours), group, async_op=True),
-                own,
-            )
 
 
 @torch.no_grad()
@@ -331,7 +315,14 @@ def _gather(
 
     Collective: as ``stream_full``.
     """
-    sent = _send(pieces, buffers)
+    sent: Sent = []
+    together: Together = {}
+    for piece, full in zip(pieces, buffers, strict=True):
+        sent += _send(piece, full, together)
+    for group, pairs in together.items():
+        wholes, shards = zip(*pairs, strict=True)
+        work = collectives.all_gather_flat(wholes, shards, group, async_op=True)
+        sent.append((work, wholes[0]))
 
     @torch.no_grad()
     def finish() -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ Names, shapes and places only: nothing is gathered, changed or sent.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ class Entry(NamedTuple):
     """The unit that shards it, or of whose experts it is a buffer."""
     ref: ParamRef | None
     source: Tensor
-    """What the module shows; without ``ref``, a tensor that every rank holds."""
+    """The sharded leaf; without ``ref``, a tensor that every rank holds."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     """The shape in the plain model."""
@@ -71,14 +72,10 @@ class Entry(NamedTuple):
         return prod(self.rectangle([0] * len(self.axes))[0]) * self.dtype.itemsize
 
     @property
-    def joined_nbytes(self) -> int:
-        """Return the bytes of what the parts are joined to; 0 if there are none."""
-        return prod(self.shape) * self.dtype.itemsize if self.over else 0
-
-    @property
     def nbytes(self) -> int:
-        """Return the bytes in a bucket, equal on all ranks of tensor parallelism."""
-        return self.part_nbytes + self.joined_nbytes
+        """Return the bytes in a bucket, with those of the whole that parts make."""
+        joined = prod(self.shape) * self.dtype.itemsize if self.over else 0
+        return self.part_nbytes + joined
 
     def whole(self, part: Tensor) -> Tensor:
         """Return what is handed out. Collective: an all-gather per group of parts."""
@@ -110,39 +107,64 @@ def entries_of(
 
     Raises: CompositionError, for ``names`` that ``model`` does not have.
     """
-    held, dtypes = _held(states)
-    named = [*_named(model)]
-    known = dict.fromkeys(name for name, *_ in named)
-    wanted = known if names is None else dict.fromkeys(map(strip_wrapper, names))
+    every = {entry.names[0]: entry for entry in _entries(states, model, dtype, joined)}
+    wanted = every if names is None else dict.fromkeys(map(strip_wrapper, names))
     for name in wanted:
-        if name not in known:
+        if name not in every:
             raise CompositionError(
                 f"{type(model).__name__} has no parameter and no persistent buffer "
-                f"{quoted(name)}. {closest_names(name, known)}"
+                f"{quoted(name)}. {closest_names(name, every)}"
             )
     units: dict[int, dict[int, Entry]] = {id(state): {} for state in states}
-    for name, (module, key), value in named:
-        if name not in wanted:
-            continue
-        state, ref = held.get((id(module._parameters), key), (OWNERS.get(module), None))
-        if ref is None and (state is None or state.handle.groups.experts is None):
-            state = None
-        entries = units.setdefault(id(state or value), {})
-        place = id(ref.leaf if ref else value)
-        if place in entries:
-            same = entries[place]
-            entries[place] = same._replace(names=(*same.names, name))
-            continue
-        own = dtypes.get(id(value), ref.leaf.dtype if ref else value.dtype)
-        cast = dtype if dtype and own.is_floating_point else own
-        entries[place] = entry_of(name, ref, value, cast, state, joined=joined)
+    for name, entry in every.items():
+        if name in wanted:
+            unit = units.setdefault(id(entry.state or entry.source), {})
+            same = unit.get(id(entry.source))
+            names = (name,) if same is None else (*same.names, name)
+            unit[id(entry.source)] = entry._replace(names=names)
     return [[*entries.values()] for entries in units.values() if entries]
+
+
+def _entries(
+    states: Iterable[_FSDPState],
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    joined: bool,
+) -> Iterator[Entry]:
+    """Yield an entry per name: all parameters, then the persistent buffers."""
+    held: dict[tuple[int, str], tuple[_FSDPState, ParamRef]] = {}
+    dtypes: dict[int, torch.dtype] = {}
+    for state in states:
+        handle = state.handle
+        refs = {ref.slot.index: ref for ref in param_refs(handle)}
+        for at, swap in zip(handle.layout.places, handle.swaps, strict=True):
+            held[id(swap[0]), swap[1]] = state, refs[at.slot_index]
+        if state.precision is not None:
+            # As in a state dict: the dtypes from before mixed precision cast them.
+            before = state.precision.buffer_dtypes
+            for number, name, buffer in own_buffers(state):
+                dtypes[id(buffer)] = before.get((number, name), buffer.dtype)
+    modules = [*walk.named(model, every_path=True)]
+    for kind, (path, module) in product(("_parameters", "_buffers"), modules):
+        table: dict[str, Tensor | None] = getattr(module, kind)
+        owner = OWNERS.get(module)
+        is_expert = owner is not None and owner.handle.groups.experts is not None
+        outside = owner if is_expert else None, None
+        for key, value in table.items():
+            if value is None or key in module._non_persistent_buffers_set:
+                continue
+            unit, ref = held.get((id(table), key), outside)
+            source = value if ref is None else ref.leaf
+            own = dtypes.get(id(source), source.dtype)
+            cast = dtype if dtype and own.is_floating_point else own
+            name = strip_wrapper(join_name(path, key))
+            yield entry_of(name, ref, source, cast, unit, joined=joined)
 
 
 def entry_of(
     name: str,
     ref: ParamRef | None,
-    value: Tensor,
+    source: Tensor,
     dtype: torch.dtype,
     state: _FSDPState | None = None,
     *,
@@ -153,45 +175,11 @@ def entry_of(
         shape, part = ref.shape, ref.slot.shape
         whole, groups = ref.slot.whole, ref.form.mesh_groups
     else:
-        shape, part = tuple(value.shape), tuple(local_of(value).shape)
-        mesh: Any = getattr(value, "device_mesh", None)
-        whole, groups = whole_of(value), mesh.get_all_groups() if mesh else ()
+        shape, part = tuple(source.shape), tuple(local_of(source).shape)
+        mesh: Any = getattr(source, "device_mesh", None)
+        whole, groups = whole_of(source), mesh.get_all_groups() if mesh else ()
     dims = [dim for *_, dim in whole.axes] if whole else []
     axes = tuple(zip(groups, dims, strict=True))
     # A DTensor outside of units may be a sum that is still to be made.
-    over = [each for each, dim in axes if dim is not None or ref is None]
-    return Entry(
-        (name,), state, ref, value, dtype, shape, part, axes, tuple(over * joined)
-    )
-
-
-def _held(
-    states: Iterable[_FSDPState],
-) -> tuple[dict[tuple[int, str], tuple[_FSDPState, ParamRef]], dict[int, torch.dtype]]:
-    """Return parameters by table and key, and the own dtypes of buffers by identity."""
-    held: dict[tuple[int, str], tuple[_FSDPState, ParamRef]] = {}
-    dtypes: dict[int, torch.dtype] = {}
-    for state in states:
-        handle = state.handle
-        refs = {ref.slot.index: ref for ref in param_refs(handle)}
-        for at, (table, key, *_) in zip(
-            handle.layout.places, handle.swaps, strict=True
-        ):
-            held[id(table), key] = state, refs[at.slot_index]
-        if state.precision is not None:
-            # As in a state dict: the dtypes from before mixed precision cast them.
-            before = state.precision.buffer_dtypes
-            for number, name, buffer in own_buffers(state):
-                dtypes[id(buffer)] = before.get((number, name), buffer.dtype)
-    return held, dtypes
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str], Tensor]]:
-    """Yield name, place and value: all parameters, then the persistent buffers."""
-    modules = [*walk.named(model, every_path=True)]
-    for kind in ("_parameters", "_buffers"):
-        for path, module in modules:
-            table: dict[str, Tensor | None] = getattr(module, kind)
-            for key, value in table.items():
-                if value is not None and key not in module._non_persistent_buffers_set:
-                    yield strip_wrapper(join_name(path, key)), (module, key), value
+    over = [each for each, dim in axes if dim is not None or ref is None] * joined
+    return Entry((name,), state, ref, source, dtype, shape, part, axes, tuple(over))
