@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_fsdp.access.tensors import Entry, entries_of
+from composable_fsdp.access.tensors import Entry, beside, entries_of
 from composable_fsdp.access.unshard_params import _route, _summoned, units_with_parts
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.consensus import failed_rank, send_failure
@@ -45,7 +45,7 @@ from composable_fsdp.tree.state import _FSDPState
 class _Piece(NamedTuple):
     """Elements ``[start, stop)`` of a region, or a tensor that is in no region."""
 
-    entries: tuple[Entry, ...]
+    entries: Sequence[Entry]
     start: int
     stop: int
     ranks: Sequence[int] | None
@@ -53,21 +53,11 @@ class _Piece(NamedTuple):
 
     def receives(self, rank: int) -> bool:
         """Return whether the global ``rank`` gets what its shard group holds."""
-        if self.ranks is None:
-            return True
-        # Parts are needed where tensor parallelism joins them. Ranks of a mesh have
-        # strides: what is near this rank is near each rank of the shard group.
-        here, near = dist.get_rank(), {0}
+        near = {rank}
+        # Parts are needed where tensor parallelism joins them.
         for group in dict.fromkeys(group for e in self.entries for group in e.over):
-            steps = [each - here for each in dist.get_process_group_ranks(group)]
-            near = {a + b for a in near for b in steps}
-        return any(rank + step in self.ranks for step in near)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of its buffer, and of what its parts are joined to."""
-        joined = sum(entry.joined_nbytes for entry in self.entries)
-        return (self.stop - self.start) * self.entries[0].dtype.itemsize + joined
+            near = beside(near, group)
+        return self.ranks is None or not near.isdisjoint(self.ranks)
 
     def own(self, ref: ParamRef) -> tuple[Tensor, list[int]]:
         """Return what this rank holds, and the elements on each rank that shards."""
@@ -75,9 +65,20 @@ class _Piece(NamedTuple):
         ends = [size * r for r in range(ref.region.layout.world_size + 1)]
         cuts = [min(max(end, self.start), self.stop) for end in ends]
         numels = [stop - start for start, stop in pairwise(cuts)]
-        return ref.region.shard.narrow(
-            0, cuts[rank] % max(size, 1), numels[rank]
-        ), numels
+        begin = cuts[rank] % max(size, 1)
+        return ref.region.shard.narrow(0, begin, numels[rank]), numels
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes here: of its buffer, joined parts, and a copy to send."""
+        ref, dtype = self.entries[0].ref, self.entries[0].dtype
+        numel = (self.stop - self.start) * self.receives(dist.get_rank())
+        if self.ranks is not None and ref is not None and ref.handle.groups.shard:
+            is_cast = ref.region.layout.dtype != dtype
+            if is_cast or ref.handle.layout.offload:
+                numel += self.own(ref)[0].numel()
+        joined = sum(entry.nbytes - entry.part_nbytes for entry in self.entries)
+        return numel * dtype.itemsize + joined * self.receives(dist.get_rank())
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Bucket:
 
     names: tuple[str, ...]
     nbytes: int
-    _pieces: tuple[_Piece, ...] = field(repr=False)
+    _pieces: Sequence[_Piece] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,9 @@ def stream_full(
     They have the values after the last optimizer step, and are what ``state_dict()``
     holds: parameters unit by unit, then persistent buffers. A tied parameter comes as
     one tensor under each name. A tensor is a view of its bucket, which lives as long as
-    one of its tensors. Every rank has to iterate to the end.
+    one of its tensors. Read it on the stream on which you iterate; another one waits
+    for that stream first, and takes ``tensor.record_stream``. Every rank has to iterate
+    to the end.
 
     Args:
         model: A module that is or holds fully sharded modules, or a part of a unit.
@@ -157,18 +160,12 @@ def stream_full(
                 f"stream_full: {state.title} is on meta and has no values yet. Load or "
                 "initialize the model first."
             )
-    decide: dict[str, Any] = {
-        "max_bytes": max_bytes,
-        "names": None if names is None else tuple(names),
-        "dtype": dtype,
-        "ranks": None if ranks is None else tuple(ranks),
-        "tensor_parallel": tensor_parallel,
-    }
-    _require_usable(max_bytes, tensor_parallel, decide["ranks"])
+    decide = _usable(max_bytes, names, dtype, ranks, tensor_parallel)
     told = tuple(f"{k}={v}" for k, v in {**decide, "prefetch": prefetch}.items())
     call = Call("stream_full", states[0].title, told)
     plan = partial(stream_plan, model, **decide)
-    return _stream(states, plan, call, decide["ranks"], prefetch=prefetch)
+    is_told = ranks is None or dist.get_rank() in decide["ranks"]
+    return _stream(states, plan, call, prefetch=prefetch, is_told=is_told)
 
 
 def stream_plan(
@@ -188,52 +185,61 @@ def stream_plan(
     >>> len(plan.buckets), plan.peak_nbytes
     (1, 240)
     """
-    _require_usable(max_bytes, tensor_parallel, ranks)
+    decide = _usable(max_bytes, names, dtype, ranks, tensor_parallel)
     states = units_with_parts(model, "stream_plan")
     joined = tensor_parallel == "whole"
-    units = entries_of(states, model, names, dtype, joined=joined)
+    units = entries_of(states, model, decide["names"], dtype, joined=joined)
     # Last, because ranks with other experts may need another number of buckets.
-    units.sort(key=_is_expert)
+    units.sort(key=lambda unit: unit[0].is_expert)
     buckets: list[list[Entry]] = []
-    room = joining = 0
+    room = extra = 0
     for unit in units:
-        for entry in unit:
-            # torch pads a part, and has the parts of all ranks beside the result.
-            parts = prod(group.size() for group in entry.over)
-            joining = max(joining, (parts + 1) * entry.part_nbytes * bool(entry.over))
         # A unit that fits stays together: its regions are gathered as they lie.
-        fits = sum(each.nbytes for each in unit) <= max_bytes
-        for part in [unit] if fits else [[each] for each in unit]:
-            size = sum(each.nbytes for each in part)
-            if (
-                not buckets
-                or size > room
-                or _is_expert(unit) != _is_expert(buckets[-1])
-            ):
+        fits = sum(entry.nbytes for entry in unit) <= max_bytes
+        for part in [unit] if fits else [[entry] for entry in unit]:
+            size = sum(entry.nbytes for entry in part)
+            last = buckets[-1][0] if buckets else None
+            if last is None or size > room or part[0].is_expert is not last.is_expert:
                 buckets.append([])
                 room = max_bytes
             buckets[-1] += part
             room -= size
+        # To join, torch pads a part, and has the parts of all ranks beside the result.
+        sizes = [(e.part_nbytes, [g.size() for g in e.over]) for e in unit if e.over]
+        extra = max([extra, *((prod(over) + 1) * part for part, over in sizes)])
     flag = torch.int32.itemsize if _groups(states) else 0
-    made = tuple(_bucket(each, max_bytes, ranks) for each in buckets)
-    return StreamPlan(made, flag + joining)
+    made = tuple(_bucket(each, max_bytes, decide["ranks"]) for each in buckets)
+    return StreamPlan(made, flag + extra)
 
 
-def _is_expert(unit: list[Entry]) -> bool:
-    """Return whether other ranks have other experts in the place of ``unit``."""
-    refs = [entry.ref for entry in unit if entry.ref is not None]
-    return any(ref.handle.groups.experts_ref is not None for ref in refs)
-
-
-def _require_usable(max_bytes: int, how: str, ranks: Sequence[int] | None) -> None:
-    """Raise ValueError, naming the argument that cannot be used."""
-    if max_bytes < 1:
-        raise ValueError(f"max_bytes is {max_bytes}; expected a positive number.")
-    if how not in ("whole", "local"):
-        raise ValueError(f'tensor_parallel is {how!r}; expected "whole" or "local".')
-    size = dist.get_world_size()
-    if ranks is not None and not set(ranks) <= set(range(size)):
-        raise ValueError(f"ranks is {ranks}; expected global ranks below {size}.")
+def _usable(
+    max_bytes: float, names: Any, dtype: object, ranks: Any, tensor_parallel: str
+) -> dict[str, Any]:
+    """Return the arguments that ranks compare. Raises: ValueError, naming a bad one."""
+    every = range(dist.get_world_size())
+    ranks = tuple(ranks) if isinstance(ranks, Iterable) else ranks
+    wrong = {
+        f"max_bytes is {max_bytes}; expected a positive number.": max_bytes <= 0,
+        f"names is {names!r}; expected a list of names.": isinstance(names, str),
+        f"dtype is {dtype!r}; expected a torch.dtype.": not isinstance(
+            dtype, torch.dtype | None
+        ),
+        f"ranks is {ranks}; expected global ranks below {len(every)}.": ranks
+        is not None
+        and not (isinstance(ranks, tuple) and set(ranks) <= set(every)),
+        f'tensor_parallel is {tensor_parallel!r}; expected "whole" or "local".': (
+            tensor_parallel not in ("whole", "local")
+        ),
+    }
+    for text in [text for text, is_wrong in wrong.items() if is_wrong]:
+        raise ValueError(text)
+    return {
+        "max_bytes": max_bytes,
+        "names": None if names is None else tuple(names),
+        "dtype": dtype,
+        "ranks": ranks,
+        "tensor_parallel": tensor_parallel,
+    }
 
 
 def _bucket(
@@ -248,186 +254,162 @@ def _bucket(
     room = max_bytes - sum(entry.nbytes for entry in entries)
     for each in regions.values():
         if (ref := each[0].ref) is not None:
-            layout = ref.region.layout
-            whole = _Piece(tuple(each), 0, layout.padded_numel, ranks)
-            more = whole.nbytes - sum(entry.nbytes for entry in each)
+            layout, item = ref.region.layout, each[0].dtype.itemsize
+            more = layout.padded_numel * item - sum(e.part_nbytes for e in each)
             if len(each) == len(layout.parameters) and more <= room:
-                pieces.append(whole)
+                pieces.append(_Piece(each, 0, layout.padded_numel, ranks))
                 room -= more
                 continue
-        pieces += [_Piece((e,), e.offset, e.offset + prod(e.part), ranks) for e in each]
-    nbytes = sum(p.nbytes for p in pieces if p.receives(dist.get_rank()))
-    if ranks is not None:
-        nbytes += sum(map(_sent_nbytes, pieces))
+        pieces += [_Piece([e], e.offset, e.offset + prod(e.part), ranks) for e in each]
     names = tuple(name for entry in entries for name in entry.names)
-    return Bucket(names, nbytes, tuple(pieces))
+    return Bucket(names, sum(piece.nbytes for piece in pieces), pieces)
 
 
-def _sent_nbytes(piece: _Piece) -> int:
-    """Return the bytes of this rank's part, if it is cast, or copied from the host."""
-    ref, dtype = piece.entries[0].ref, piece.entries[0].dtype
-    if ref is None or ref.handle.groups.shard is None:
-        return 0
-    if ref.region.layout.dtype == dtype and not ref.handle.layout.offload:
-        return 0
-    return piece.own(ref)[0].numel() * dtype.itemsize
+Sent = list[tuple[Operation | None, Tensor]]
+"""Collectives, and what has to live until they have ended."""
+Together = dict[dist.ProcessGroup, list[tuple[Tensor, Tensor]]]
+"""By group, the buffers that an all-gather fills, and this rank's parts of them."""
 
 
-class _Gather:
-    """A bucket that is being gathered, into a buffer per piece."""
-
-    __slots__ = ("_bucket", "_buffers", "_found", "_sent")
-
-    def __init__(self, bucket: Bucket, device: torch.device) -> None:
-        self._bucket = bucket
-        here = dist.get_rank()
-        self._buffers = [
-            memory.new_buffer(
-                (piece.stop - piece.start) * piece.receives(here),
-                piece.entries[0].dtype,
-                device,
-            )
-            for piece in bucket._pieces
-        ]
-        self._sent: list[tuple[Operation | None, Tensor]] = []
-        """Collectives, and what has to live until they have ended."""
-        self._found: dict[str, Tensor] | None = None
-
-    @torch.no_grad()
-    def start(self) -> None:
-        """Gather into the buffers; ``finish`` waits. Collective: as ``stream_full``."""
-        together: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor]]] = {}
-        for piece, full in zip(self._bucket._pieces, self._buffers, strict=True):
-            ref = piece.entries[0].ref
-            if ref is None:
-                if full.numel():
-                    full.copy_(local_of(piece.entries[0].source).reshape(-1))
-                continue
-            group, (own, numels) = ref.handle.groups.shard, piece.own(ref)
-            if ref.handle.layout.offload:
-                # On the host: from there torch casts in more memory of the device.
-                own = own.to(full.dtype)
-            if group is not None and piece.ranks is not None:
-                self._exchange(piece, full, own, numels)
-            elif full.numel():
-                parts = torch.split(full, numels)
-                # Casts, and copies from the host; the gather is in place.
-                parts[ref.region.rank].copy_(own)
-                if group is not None and len(set(numels)) == 1:
-                    pair = full, parts[ref.region.rank]
-                    together.setdefault(group, []).append(pair)
-                elif group is not None:
-                    self._broadcast(parts, group)
-        for group, pairs in together.items():
-            wholes, shards = zip(*pairs, strict=True)
-            work = collectives.all_gather_flat(wholes, shards, group, async_op=True)
-            self._sent.append((work, wholes[0]))
-        # Now, and not when the caller asks: a rank that has left would be missing.
-        if any(entry.over for piece in self._bucket._pieces for entry in piece.entries):
-            self.finish()
-
-    def _broadcast(self, parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        """Send each part from the rank that holds it."""
-        for rank, part in enumerate(parts):
-            if part.numel():
-                work = collectives.broadcast(part, group, rank=rank, async_op=True)
-                self._sent.append((work, part))
-
-    def _exchange(
-        self, piece: _Piece, full: Tensor, own: Tensor, numels: list[int]
-    ) -> None:
-        """Send ``own``, this rank's part, to the ranks of the shard group."""
-        ref = piece.entries[0].ref
-        group = None if ref is None else ref.handle.groups.shard
-        assert group is not None
-        sent, none = own.to(full), [0] * len(numels)
+def _send(piece: _Piece, full: Tensor, together: Together) -> Sent:
+    """Begin to gather into ``full``, or leave it to ``together``."""
+    ref = piece.entries[0].ref
+    if ref is None:
+        if full.numel():
+            full.copy_(local_of(piece.entries[0].source).reshape(-1))
+        return []
+    group, (own, numels) = ref.handle.groups.shard, piece.own(ref)
+    if ref.handle.layout.offload:
+        # On the host: from there torch casts in more memory of the device.
+        own = own.to(full.dtype)
+    sent: Sent = []
+    if group is not None and piece.ranks is not None:
+        own, none = own.to(full), [0] * len(numels)
         for target, rank in enumerate(dist.get_process_group_ranks(group)):
             if piece.receives(rank):
                 is_here, ours = target == group.rank(), [*none]
                 ours[target] = own.numel()
-                sizes = numels if is_here else none, ours
-                into = full if is_here else full[:0]
-                work = collectives.all_to_all(into, sent, sizes, group, async_op=True)
-                self._sent.append((work, sent))
+                sizes, into = (numels, full) if is_here else (none, full[:0])
+                both = sizes, ours
+                work = collectives.all_to_all(into, own, both, group, async_op=True)
+                sent.append((work, own))
+    elif full.numel():
+        parts = torch.split(full, numels)
+        # Casts, and copies from the host; the gather is in place.
+        parts[ref.region.rank].copy_(own)
+        if group is not None and len(set(numels)) == 1:
+            together.setdefault(group, []).append((full, parts[ref.region.rank]))
+        elif group is not None:
+            for rank in [rank for rank, numel in enumerate(numels) if numel]:
+                part = parts[rank]
+                work = collectives.broadcast(part, group, rank=rank, async_op=True)
+                sent.append((work, part))
+    return sent
+
+
+@torch.no_grad()
+def _gather(
+    pieces: Sequence[_Piece], buffers: Sequence[Tensor]
+) -> Callable[[], dict[str, Tensor]]:
+    """Begin to gather; return what waits and gives the tensors that arrive here.
+
+    Collective: as ``stream_full``.
+    """
+    sent: Sent = []
+    together: Together = {}
+    for piece, full in zip(pieces, buffers, strict=True):
+        sent += _send(piece, full, together)
+    for group, pairs in together.items():
+        wholes, shards = zip(*pairs, strict=True)
+        work = collectives.all_gather_flat(wholes, shards, group, async_op=True)
+        sent.append((work, wholes[0]))
 
     @torch.no_grad()
-    def finish(self) -> dict[str, Tensor]:
-        """Wait, and return the tensors; nothing where none arrive.
+    def finish() -> dict[str, Tensor]:
+        for operation, _ in sent:
+            assert operation is not None
+            operation.wait()
+        sent.clear()
+        found: dict[str, Tensor] = {}
+        for piece, full in zip(pieces, buffers, strict=True):
+            for entry in piece.entries if piece.receives(dist.get_rank()) else ():
+                at = entry.offset - piece.start
+                part = full.narrow(0, at, prod(entry.part)).view(entry.part)
+                found |= dict.fromkeys(entry.names, entry.whole(part))
+        return found
 
-        Collective: of entries that tensor parallelism cuts, an all-gather each.
-        """
-        if self._found is None:
-            for operation, _ in self._sent:
-                assert operation is not None
-                operation.wait()
-            self._sent, self._found = [], {}
-            for piece, full in zip(self._bucket._pieces, self._buffers, strict=True):
-                if full.numel() < piece.stop - piece.start:
-                    continue
-                for entry in piece.entries:
-                    at = entry.offset - piece.start
-                    part = full.narrow(0, at, prod(entry.part)).view(entry.part)
-                    self._found |= dict.fromkeys(entry.names, entry.whole(part))
-            self._buffers = []
-        return self._found
+    # Now, and not when the caller asks: a rank that has left would be missing.
+    if any(entry.over for piece in pieces for entry in piece.entries):
+        found = finish()
+        return lambda: found
+    return finish
 
 
 def _stream(
     states: Sequence[_FSDPState],
     plan: Callable[[], StreamPlan],
     call: Call,
-    ranks: Sequence[int] | None,
     *,
     prefetch: bool,
+    is_told: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Do as ``stream_full``."""
-    device, title = states[0].handle.layout.device, states[0].title
+    """Do as ``stream_full``; without ``is_told`` only help the others."""
+    groups, device = _groups(states), states[0].handle.layout.device
+    waiting: deque[tuple[tuple[str, ...], Callable[[], dict[str, Tensor]]]] = deque()
     with _summoned(states, rank0_only=False, what="stream_full"):
         meet_over(states, call, replicas=True, always=False)
         for state in states:
             compare_models(state, replicas=True)
         versions = [shard_versions(state.handle) for state in states]
-        left = deque(plan().buckets)
-        waiting: deque[tuple[Bucket, _Gather]] = deque()
 
         def begin() -> None:
             if [shard_versions(state.handle) for state in states] != versions:
                 raise PhaseError(
-                    f"The parameters of {title} were written to inside the loop over "
-                    "stream_full, so what follows would be newer than what came. Step "
-                    "the optimizer behind the loop."
+                    f"The parameters of {states[0].title} were written to inside the "
+                    "loop over stream_full, so what follows would be newer than what "
+                    "came. Step the optimizer behind the loop."
                 )
-            bucket = left.popleft()
+            bucket, here = left.popleft(), dist.get_rank()
             # Memory before the ranks agree: who raises here is not waited for.
-            gather = _Gather(bucket, device)
-            _agree(states, device)
-            gather.start()
-            waiting.append((bucket, gather))
+            buffers = [
+                memory.new_buffer(
+                    (p.stop - p.start) * p.receives(here), p.entries[0].dtype, device
+                )
+                for p in bucket._pieces
+            ]
+            _agree(states)
+            waiting.append((bucket.names, _gather(bucket._pieces, buffers)))
 
-        idle = _most_buckets(states, device, len(left)) - len(left)
         try:
+            left = deque(plan().buckets)
+            idle = 0
+            if any(state.handle.groups.experts_ref for state in states):
+                # Ranks may have other experts; a name may be unknown to some.
+                _agree(states)
+                most = torch.tensor([len(left)], dtype=torch.int32, device=device)
+                for group in groups:
+                    collectives.all_reduce(most, group, maximum=True)
+                idle = int(most.item()) - len(left)
             while left or waiting:
                 if not waiting:
                     begin()
-                bucket, gather = waiting.popleft()
-                found = gather.finish()
-                del gather
-                for name in (
-                    bucket.names if ranks is None or dist.get_rank() in ranks else ()
-                ):
+                names, finish = waiting.popleft()
+                found = finish()
+                del finish
+                for name in names if is_told else ():
                     yield name, found.pop(name)
                     # The loop of the caller has let go of the bucket before.
                     if prefetch and left and not waiting:
                         begin()
             for _ in range(idle + 1):
-                _agree(states, device)
+                _agree(states)
         except (DesyncError, CollectiveError):
             raise
         except BaseException:
-            for _, gather in waiting:
-                gather.finish()  # writes to the buffers, on all ranks
+            for _, finish in waiting:
+                finish()  # writes to the buffers, on all ranks
             with suppress(PhaseError):  # the groups are gone
-                send_failure(_groups(states), device)
+                send_failure(groups, device)
             raise
 
 
@@ -436,19 +418,9 @@ def _groups(states: Iterable[_FSDPState]) -> list[dist.ProcessGroup]:
     return list(dict.fromkeys(group for state in states for group in _route(state)))
 
 
-def _most_buckets(states: Sequence[_FSDPState], device: torch.device, own: int) -> int:
-    """Return the largest number of buckets of a rank; ranks may have other experts."""
-    if all(state.handle.groups.experts_ref is None for state in states):
-        return own
-    count = torch.tensor([own], dtype=torch.int32, device=device)
-    for group in _groups(states):
-        collectives.all_reduce(count, group, maximum=True)
-    return int(count.item())
-
-
-def _agree(states: Sequence[_FSDPState], device: torch.device) -> None:
+def _agree(states: Sequence[_FSDPState]) -> None:
     """Raise DesyncError, on all ranks, if a rank has left the iteration."""
-    rank = failed_rank(_groups(states), device)
+    rank = failed_rank(_groups(states), states[0].handle.layout.device)
     if rank is not None:
         raise DesyncError(
             f"Rank {rank} left stream_full of {states[0].title} before its end (a "

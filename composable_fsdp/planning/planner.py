@@ -8,7 +8,7 @@ Planning runs every check before any tensor moves, so a refused model stays unch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from composable_fsdp.naming import join_name
 from composable_fsdp.planning.assign import Occurrence, PlanRequest, Unit, assign_units
 from composable_fsdp.planning.checks import group_of
 from composable_fsdp.planning.dtensors import local_of, whole_of
+from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.partition import plan_regions
 from composable_fsdp.planning.unit_plan import Place, UnitPlan, padding_notes
@@ -170,6 +171,32 @@ def _build(
         for name, key in parameters[i][1]
     ]
     return _Build(plan, order, tuple(places), tuple(padding_notes(plan)))
+
+
+def lay_out_again(
+    regions: Iterable[RegionLayout],
+    options: UnitOptions,
+    world_size: int,
+    shapes: Mapping[int, tuple[int, ...]] | None = None,
+) -> tuple[RegionLayout, ...]:
+    """Lay out a unit's parameters with other options, ranks or ``shapes`` by index."""
+    slots = [(slot, region) for region in regions for slot in region.parameters]
+    # ``plan_regions`` orders parameters by the walk of the unit, as ``index`` does.
+    slots.sort(key=lambda pair: pair[0].index)
+    specs = [
+        # A slot of a single rank has block 1, so the block comes from the shape.
+        options.spec(
+            slot.fqns,
+            shapes[slot.index] if shapes else slot.shape,
+            region.dtype,
+            region.trainable,
+            region.group,
+            slot.whole,
+            slot.strides,
+        )
+        for slot, region in slots
+    ]
+    return plan_regions(specs, world_size=world_size)
 
 
 _Names = tuple[str, ...]

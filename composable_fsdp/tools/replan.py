@@ -9,7 +9,7 @@ from composable_fsdp.comm.nodes import group_sizes
 from composable_fsdp.config import HYBRID, ShardingStrategy
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.partition import plan_regions
+from composable_fsdp.planning.planner import lay_out_again
 from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 
@@ -76,22 +76,9 @@ def _replan_unit(
     # Equal units of the old and the new plan share their layouts.
     if options == unit.options and sizes == (unit.shard_world_size, unit.replicas):
         return unit
-    specs = [
-        # A slot of a single rank has block 1, so the block comes from the shape.
-        options.spec(
-            slot.fqns,
-            slot.shape,
-            region.dtype,
-            region.trainable,
-            region.group,
-            slot.whole,
-            slot.strides,
-        )
-        for slot, region in unit.slots
-    ]
     return replace(
         unit,
-        regions=plan_regions(specs, world_size=sizes[0]),
+        regions=lay_out_again(unit.regions, options, sizes[0]),
         options=options,
         shard_world_size=sizes[0],
         replicas=sizes[1],

@@ -154,6 +154,8 @@ def test_boxes_are_regular_or_refused_and_the_target_asks_for_what_there_is(
         CompositionError, match=r"of 'bias' the source lacks 2 elements"
     ):
         transfer_plan({"bias": ((0, (0,), (1,)),)}, {"bias": found["bias"]})
+    with pytest.raises(CompositionError, match=r"lacks 3 .* holds \(\(0, \(0, 0\)"):
+        transfer_plan(found, {"weight": ((0, (0,), (3,)),)})
     twice = {"bias": (*found["bias"], (1, (0,), (3,)))}
     with pytest.raises(CompositionError, match=r"'bias' the source holds twice 3"):
         transfer_plan(twice, {"bias": found["bias"]})

@@ -182,6 +182,12 @@ def test_names_and_a_dtype_choose_what_is_sent(world: World) -> None:
     assert torch.equal(part["weight"], expected["blocks.0.norm_1.weight"])
     with pytest.raises(CompositionError, match=r"no persistent buffer 'blocks.7.w'"):
         next(stream_full(model, names=["blocks.7.w"]))
+    with pytest.raises(ValueError, match=r"names is 'a\.b'; expected a list"):
+        stream_full(model, names="a.b")
+    with pytest.raises(ValueError, match="dtype is 'bf16'"):
+        stream_full(model, dtype="bf16")  # type: ignore[arg-type]  # misuse
+    with pytest.raises(ValueError, match="ranks is 0; expected global ranks"):
+        stream_full(model, ranks=0)  # type: ignore[arg-type]  # misuse
     with pytest.raises(ValueError, match="max_bytes is 0"):
         stream_full(model, max_bytes=0)
     with pytest.raises(ValueError, match=r"ranks is \(2,\); expected global ranks"):
@@ -344,7 +350,8 @@ def test_device_memory_is_that_of_the_plan_to_the_byte(
 
     peak = peak_of(model, ranks=to, prefetch=prefetch, **how)
 
-    assert peak == planned.peak_nbytes
+    # Without prefetch the caller has let go of whole regions before the next bucket.
+    assert peak == planned.peak_nbytes or (not prefetch and peak < planned.peak_nbytes)
     sizes = [bucket.nbytes for bucket in planned.buckets]
     if to is not None and world.rank not in to and "dtype" not in how:
         assert sizes == [0] * len(sizes)
@@ -398,6 +405,11 @@ def test_experts_come_whole_to_ranks_that_have_them(
     own = {name for name in names if ".experts." in name}
     assert own
     assert not listed or len(own) < sum(".experts." in name for name in expected)
+    if listed:
+        # A name that some ranks do not have ends the loop of all.
+        first = next(name for name in expected if ".experts." in name)
+        with pytest.raises((CompositionError, DesyncError)):
+            dict(stream_full(model, max_bytes=max_bytes, names=[first]))
 
 
 @pytest.mark.req("U-40")
