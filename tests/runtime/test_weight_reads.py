@@ -184,7 +184,7 @@ class Early(nn.Module):
 def test_a_gradient_that_comes_after_its_unit_was_reduced_is_reduced(
     world: World,
 ) -> None:
-    """Zeros for unused parameters: ``last`` is reduced when backward is at ``first``."""
+    """With zeros for unused parameters backward reduces ``last`` on its way."""
     torch.manual_seed(0)
     plain = Early(lambda _: None)
     model = copy.deepcopy(plain)
