@@ -266,11 +266,11 @@ def post_forward(
         _end_outermost(context, awaited=awaited)
     # An outer call or another module may need the parameters.
     if not calls and not state.remaining:
-        _end_unit_forward(context, state, awaited=awaited, stays_full=stays_full)
+        end_unit_forward(context, state, awaited=awaited, stays_full=stays_full)
     return output
 
 
-def _end_unit_forward(
+def end_unit_forward(
     context: RuntimeContext, state: _FSDPState, *, awaited: bool, stays_full: bool
 ) -> None:
     """Reshard the unit, unless its backward or ``functional_call`` needs it full."""
@@ -300,7 +300,7 @@ def _end_outermost(context: RuntimeContext, *, awaited: bool) -> None:
             unit.remaining = frozenset()
             # Some of its modules did not run, or ran again after the reshard.
             awaited = unit.handle in context.order.open_calls
-            _end_unit_forward(context, unit, awaited=awaited, stays_full=False)
+            end_unit_forward(context, unit, awaited=awaited, stays_full=False)
 
 
 def _raised(recomputing: bool) -> bool:

@@ -22,6 +22,7 @@ from composable_fsdp import (
     unshard,
     unshard_params,
 )
+from composable_fsdp.access import set_reduce_scatter_unused_params
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.features import flat_parameters
@@ -164,6 +165,34 @@ def test_a_weight_that_a_unit_returns_is_one_to_compute_with(world: World) -> No
         with torch.no_grad():
             x = torch.ones(1, 4)
             assert torch.allclose(model(x), plain(x))
+
+
+class Early(nn.Module):
+    """Reads the weight of its last unit before the first one runs."""
+
+    def __init__(self, gather: Callable[[nn.Module], object]) -> None:
+        super().__init__()
+        self.gather, self.first, self.last = gather, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gather(self.last)
+        penalty = self.last.weight.square().sum()
+        return torch.as_tensor(self.last(self.first(x).tanh()) + penalty)
+
+
+@on_ranks(2)
+def test_a_gradient_that_comes_after_its_unit_was_reduced_is_reduced(
+    world: World,
+) -> None:
+    """With zeros for unused parameters backward reduces ``last`` on its way."""
+    torch.manual_seed(0)
+    plain = Early(lambda _: None)
+    model = copy.deepcopy(plain)
+    model.gather = unshard
+    apply_units(model, ["first", "last"], strategy=ShardingStrategy.SHARD_GRAD_OP)
+    set_reduce_scatter_unused_params(model, True)
+
+    trains_as(world, model, plain, wide_input(4), tolerance=1e-6)
 
 
 # ---- weights that are kept ----
