@@ -70,8 +70,8 @@ def even_batches(
             f"even_batches expects a policy of {', '.join(get_args(Policy))}, got "
             f"{policy!r}."
         )
-    team = team_of(module, f"even_batches(policy={policy!r})", "even batches")
     require_module(module, "even_batches")
+    team = team_of(module, f"even_batches(policy={policy!r})", "even batches")
     return _turns(_Source(loader, team), policy)
 
 
