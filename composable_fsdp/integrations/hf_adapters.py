@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.access.single import get_full_param
+from composable_fsdp.access.gather import gather_slot
 from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import listed
@@ -34,7 +34,7 @@ def has_adapters(model: nn.Module) -> bool:
 def adapter_values(model: nn.Module) -> dict[str, Tensor]:
     """Return the full adapter and trained parameters on the first rank, by name.
 
-    Collective: as ``get_full_param`` of each of them; all ranks must call.
+    Collective: ``gather_slot`` of each of them; all ranks must call.
     """
     made: dict[str, Tensor] = {}
     is_adapter = _adapter_test(model)
@@ -44,9 +44,10 @@ def adapter_values(model: nn.Module) -> dict[str, Tensor]:
         # gather.
         if each.tensor.requires_grad or any(map(is_adapter, each.names)):
             # No unit holds buffers, and parameters of ignored modules.
-            is_cut = isinstance(each, HeldParam)
-            name = each.names[0]
-            value = get_full_param(model, name) if is_cut else whole_value(each.tensor)
+            if isinstance(each, HeldParam):
+                value = gather_slot(each.ref, each.ref.leaf.detach())
+            else:
+                value = whole_value(each.tensor)
             if first:
                 made.update(dict.fromkeys(each.names, value.cpu()))
     return made

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.comm.consensus import require_success_on_all_ranks
 from composable_fsdp.integrations.hf_adapters import (
     adapter_values,
     base_names,
@@ -34,7 +33,7 @@ from composable_fsdp.storage.export import export_module
 from composable_fsdp.storage.formats.files import INDEX
 from composable_fsdp.storage.load import LoadOptions, load
 from composable_fsdp.storage.opening import open_source
-from composable_fsdp.storage.team import team_of
+from composable_fsdp.storage.team import FirstError, team_of
 
 _SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _MAX_SHARD = "50GB"
@@ -106,10 +105,11 @@ def write_weights(
     """
     team = team_of(model, "save_pretrained")
     folder = Path(directory)
-    groups = [] if team.group is None else [team.group]
-    with require_success_on_all_ranks(groups):
+    own = FirstError()
+    with own:
         if writes:
             _prepare(folder, others)
+    team.agree(own.error)
     if not weights:
         return
     size = _bytes_of(_MAX_SHARD) if max_bytes is None else max_bytes
@@ -126,9 +126,10 @@ def write_weights(
         return to_file(base, kept)
 
     wrote = export_module(folder / _TEMPORARY, model, size, rewrite=rewrite)
-    with require_success_on_all_ranks(groups):
+    with own:
         if wrote:
             _replace(folder, count)
+    team.agree(own.error)
 
 
 def _prepare(folder: Path, others: Callable[[], object]) -> None:
@@ -218,14 +219,15 @@ def load_pretrained(
     _give_memory(model)
     _fill_buffers(model)
     # A rank that calls alone gets an error instead of a hang.
-    group = team_of(model, "load_pretrained").group
+    team, own = team_of(model, "load_pretrained"), FirstError()
     with ExitStack() as stack:
-        # Before ``load``, in which the other ranks would wait for this one.
-        with require_success_on_all_ranks([] if group is None else [group]):
+        with own:
             contents = contents_of(model, "load_pretrained")
             names = [name for held in contents.each() for name in held.names]
             source = stack.enter_context(open_source(os.fspath(directory)))
             source = stack.enter_context(as_model(_base_of(model), source, names))
+        # Before ``load``, in which the other ranks would wait for this one.
+        team.agree(own.error)
         options = LoadOptions(strict=strict, cast=cast, rng=False, report=report)
         load(source, model, options=options)
 

@@ -125,7 +125,7 @@ class View(Source):
             self.optim_values = self._renamed(source.optim_values)
             self.param_groups = source.param_groups
             # None says that there is no optimizer.
-            if self.param_groups is not None:
+            if rename is not None and self.param_groups is not None:
                 self.param_groups = [
                     {**g, "params": list(self._renamed(dict.fromkeys(g["params"])))}
                     for g in self.param_groups
@@ -374,7 +374,7 @@ class LoadReport:
         if not self.is_empty():
             warnings.warn(
                 f"load left out what does not fit. {' '.join(self._lines())}",
-                stacklevel=4,  # warn, load, inference_mode, the caller
+                stacklevel=5,  # warn, load, inference_mode, takes_optimizer
             )
 
 

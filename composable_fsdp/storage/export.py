@@ -96,10 +96,10 @@ def export_safetensors(
 
     >>> export_safetensors("exported", model)
     """
-    path_text(path, "export_safetensors")
     if isinstance(source, nn.Module):
         export_module(path, source, max_shard_bytes, dtype)
         return
+    path_text(path, "export_safetensors")
     with opened(source) as found:
         convert(
             found if dtype is None else CastWeights(found, dtype),

@@ -171,7 +171,7 @@ def load(
             f"load filled what the checkpoint has; buffers {names} are not persistent, "
             "were on meta and have memory without values (to_empty). Set them before "
             "the first forward, which raises otherwise.",
-            stacklevel=3,
+            stacklevel=4,  # load, inference_mode, takes_optimizer, the caller
         )
     return value
 

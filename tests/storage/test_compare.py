@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import LoadOptions, fully_shard, load, save
+from composable_fsdp import LoadOptions, SaveOptions, fully_shard, load, save
 from composable_fsdp.storage import LoadReport
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
@@ -114,6 +114,18 @@ def test_a_lenient_load_takes_what_fits_and_reports_the_rest(
             "'wide.bias'",
         ]
         assert report.dtypes == []
+
+
+def test_the_warning_of_a_lenient_load_is_at_the_line_of_the_caller(
+    tmp_path: Path,
+) -> None:
+    """By which programs filter, and by which Python tells it once."""
+    save(tmp_path, saved_model(), options=SaveOptions(overwrite=True))
+
+    with pytest.warns(UserWarning, match="left out what does not fit") as found:
+        load(tmp_path, other_model(), options=LoadOptions(strict=False))
+
+    assert [each.filename for each in found] == [__file__]
 
 
 class Tied(nn.Module):

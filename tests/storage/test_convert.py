@@ -149,6 +149,17 @@ def test_what_cannot_be_understood_is_named(
     assert [path.name for path in tmp_path.iterdir()] == ["file.pt"]
 
 
+def test_a_member_of_a_group_without_state_is_kept(tmp_path: Path) -> None:
+    """Also one that the model does not have: the optimizer had it."""
+    given = sample()
+    given["optim"]["param_groups"][0]["params"].append("loss.scale")
+    torch.save(given, tmp_path / "file.pt")
+
+    convert(tmp_path / "file.pt", tmp_path / "out.pt", "torch")
+
+    assert same(loaded(tmp_path / "out.pt"), loaded(tmp_path / "file.pt"))
+
+
 @pytest.mark.parametrize("to", ["native", "torch", "dcp", "safetensors"])
 def test_an_error_on_the_way_leaves_nothing(tmp_path: Path, to: Any) -> None:
     """The working directory is removed, and the destination does not exist."""

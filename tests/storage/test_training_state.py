@@ -208,7 +208,7 @@ def sharded() -> nn.Module:
 
 @pytest.mark.req("K-08", "K-01")
 @pytest.mark.parametrize("how", ["save", "async_save"])
-@on_ranks(3)
+@on_ranks(1, 3)
 def test_each_rank_gets_its_own_values_back(
     world: World, tmp_path: Path, how: str
 ) -> None:

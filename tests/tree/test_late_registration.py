@@ -124,6 +124,7 @@ def test_what_was_added_is_told_at_the_next_forward_by_name(
             (first,) = caught(lambda: model(INPUT(0, 0)))  # noqa: B023  # called now
             assert text in first, first
             assert "the ranks drift apart. Register them before fully_shard" in first
+            inside(model).idle = nn.Identity()
             assert caught(lambda: model(INPUT(0, 0))) == []  # noqa: B023
             assert not PENDING  # so a steady forward looks at nothing
 
@@ -179,6 +180,12 @@ def test_what_nobody_has_to_reduce_is_not_told(world: World) -> None:
         model(INPUT(0, 0))
         change(model)
         assert caught(lambda: model(INPUT(0, 0))) == [], change.__name__  # noqa: B023
+    left = linear()
+    block = fully_shard(nn.Sequential(linear(), left), ignored_modules=[left])
+    block(INPUT(0, 0))
+    left.gain = nn.Parameter(torch.ones(8))
+    block.append(nn.Identity())
+    assert caught(lambda: block(INPUT(0, 0))) == []
     block = nn.Sequential(fully_shard(linear()))
     block.append(linear())
     assert caught(lambda: fully_shard(block)(INPUT(0, 0))) == []

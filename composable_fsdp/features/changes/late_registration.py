@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -26,8 +26,10 @@ from composable_fsdp.tree.moments import NEXT_FORWARD
 from composable_fsdp.tree.state import OWNERS, RuntimeContext, _FSDPState, root_of
 from composable_fsdp.tree.unit_settings import IGNORED
 
-PENDING: WeakSet[_FSDPState] = WeakSet()
-"""Units with registrations since the last forward of their tree. Empty in the steady
+PENDING: WeakKeyDictionary[_FSDPState, list[ref[nn.Module | nn.Parameter]]] = (
+    WeakKeyDictionary()
+)
+"""What was registered since the last forward of each tree, by unit. Empty in the steady
 state."""
 _watches = False
 
@@ -41,13 +43,13 @@ def watch_registrations() -> None:
         _watches = True
 
 
-def _note(module: nn.Module, name: str, value: object) -> None:
+def _note(module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:
     """Registration hook: record the registration if a unit holds ``module``."""
-    state = None if value is None else OWNERS.get(module)
+    state = OWNERS.get(module)
     # Programs may assign parameters in each step, and the search is one of the tree.
-    if state is None or (isinstance(value, nn.Parameter) and _is_place(module, name)):
+    if value is None or state is None or _is_place(module, name):
         return
-    PENDING.add(state)
+    PENDING.setdefault(state, []).append(ref(value))
     if _warn_of_added not in NEXT_FORWARD:
         NEXT_FORWARD.append(_warn_of_added)
 
@@ -65,10 +67,16 @@ def _is_place(module: nn.Module, name: str) -> bool:
 def _warn_of_added(context: RuntimeContext) -> None:
     """Warn of parameters in this tree that no unit holds, if any was registered."""
     grown = [state for state in PENDING if state.context is context]
-    PENDING.difference_update(grown)
+    links = [link for state in grown for link in PENDING.pop(state)]
     if not PENDING:
         NEXT_FORWARD.remove(_warn_of_added)
-    names = list(_unmanaged(context)) if grown else []
+    # No others: those were told already, or are in an ignored module.
+    added = {
+        id(parameter)
+        for each in (link() for link in links)
+        for parameter in (each.parameters() if isinstance(each, nn.Module) else (each,))
+    }
+    names = list(_unmanaged(context, added)) if added else []
     if names:
         warnings.warn(
             f"Parameters {listed(map(quoted, names))} were registered after "
@@ -79,13 +87,14 @@ def _warn_of_added(context: RuntimeContext) -> None:
         )
 
 
-def _unmanaged(context: RuntimeContext) -> Iterator[str]:
-    """Yield the names of trainable parameters in the tree that no unit holds."""
+def _unmanaged(context: RuntimeContext, added: set[int]) -> Iterator[str]:
+    """Yield the names of trainable parameters of ``added`` that no unit holds."""
     top: nn.Module = root_of(context).module
     for path, each in walk.named(top, enter=_is_ours):
         for key, parameter in each._parameters.items():
             if (
                 parameter is not None
+                and id(parameter) in added
                 and parameter.requires_grad
                 and not hasattr(parameter, IGNORED)
                 and find_leaf(parameter) is None

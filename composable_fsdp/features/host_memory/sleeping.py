@@ -48,6 +48,7 @@ from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.tools.storages import parts_of
 from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.state import RuntimeContext, Summon, _FSDPState
+from composable_fsdp.tree.traversal import require_module
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
 _WHY = (
@@ -189,6 +190,7 @@ def released(
     ...     print(next(model.parameters()).numel())
     0
     """
+    require_module(model, "released")
     sleep(model, optimizer, keep=keep)
     try:
         yield

@@ -38,7 +38,7 @@ from composable_fsdp.runtime.forward import end_unit_forward
 from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.recover import GradientOrder
 from composable_fsdp.tree.state import OWNERS, RuntimeContext, _FSDPState, root_of
-from composable_fsdp.tree.traversal import inside_wrappers
+from composable_fsdp.tree.traversal import inside_wrappers, require_module
 
 _PLAIN = "expects all calls of its units in a forward to go by call_where alone."
 
@@ -77,6 +77,7 @@ def call_where(module: nn.Module, used: bool, *args: Any, **kwargs: Any) -> Any:
     >>> fully_shard(Seeing())(torch.ones(2, 4)).shape
     torch.Size([2, 1])
     """
+    require_module(module, "call_where")
     state = OWNERS.get(inside_wrappers(module))
     if state is None or state.modules != (inside_wrappers(module),):
         raise CompositionError(

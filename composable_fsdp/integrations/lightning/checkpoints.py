@@ -29,12 +29,12 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.given_optimizers import full_state_dict, next_state
+from composable_fsdp.integrations.lightning.sharding import has_units
 from composable_fsdp.optim.keys import rekey_optim_state_dict
 from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.state_dict.settings import state_dict_type
 from composable_fsdp.storage.commit import Folder, newest_in
-from composable_fsdp.storage.contents import units_in
 from composable_fsdp.storage.convert import whole
 from composable_fsdp.storage.formats.nested import nested_tree
 from composable_fsdp.storage.load import LoadOptions, load
@@ -69,14 +69,14 @@ def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
 def full_model_state(module: nn.Module) -> dict[str, Any]:
     """Return the state dict of the plain model, on the CPU of rank 0; else ``{}``."""
     # A module without parameters has no unit.
-    if not units_in(module):
+    if not has_units(module):
         return module.state_dict()
     return full_state_dict(module)
 
 
 def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the state of the plain optimizer on the CPU of rank 0; else ``{}``."""
-    if not units_in(module):
+    if not has_units(module):
         return optimizer.state_dict()
     full = StateDictType.FULL_STATE_DICT
     config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -95,7 +95,7 @@ def load_full_optimizer_state(
     module: nn.Module, optimizer: Optimizer, state: dict[str, Any]
 ) -> None:
     """Give ``optimizer`` this rank's part of a whole state of the plain optimizer."""
-    if not units_in(module):
+    if not has_units(module):
         optimizer.load_state_dict(state)
         return
     with state_dict_type(module, StateDictType.FULL_STATE_DICT):

@@ -28,13 +28,12 @@ from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.given_optimizers import shard_state
 from composable_fsdp.integrations.lightning import checkpoints, precision
-from composable_fsdp.integrations.lightning.sharding import shard
+from composable_fsdp.integrations.lightning.sharding import has_units, shard
 from composable_fsdp.integrations.lightning.strategy import (
     FULL,
     ShardingStrategyMixin,
     move_to_device,
 )
-from composable_fsdp.storage.contents import units_in
 
 
 class ComposableFSDPFabricStrategy(
@@ -225,7 +224,7 @@ class _NoSync(_BackwardSyncControl):
         self, module: nn.Module, enabled: bool
     ) -> AbstractContextManager[None]:
         """Return a context in which backward does not reduce."""
-        return no_sync(module) if enabled and units_in(module) else nullcontext()
+        return no_sync(module) if enabled and has_units(module) else nullcontext()
 
 
 def _parts(

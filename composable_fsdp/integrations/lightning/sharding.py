@@ -110,6 +110,11 @@ def is_unit(module: nn.Module) -> bool:
     return get_state(module, "fully_shard") is not None
 
 
+def has_units(module: nn.Module) -> bool:
+    """Return whether ``fully_shard`` was applied in ``module``: replicas are whole."""
+    return any(map(is_unit, module.modules()))
+
+
 def _is_to_shard(module: nn.Module, kept: set[int]) -> bool:
     """Return whether ``module`` is a root of a strategy, or has parameters for one."""
     # Roots that were sharded before are checked again for equal settings. A module that

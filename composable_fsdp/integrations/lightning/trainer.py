@@ -33,7 +33,7 @@ from composable_fsdp.access.grads import no_sync
 from composable_fsdp.access.manual import register_forward_method
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.lightning import checkpoints, precision
-from composable_fsdp.integrations.lightning.sharding import shard
+from composable_fsdp.integrations.lightning.sharding import has_units, shard
 from composable_fsdp.integrations.lightning.strategy import (
     FULL,
     SHARDED,
@@ -41,7 +41,6 @@ from composable_fsdp.integrations.lightning.strategy import (
     move_to_device,
 )
 from composable_fsdp.runtime.hooks import call_method
-from composable_fsdp.storage.contents import units_in
 from composable_fsdp.storage.directory import MANIFEST
 from composable_fsdp.tree.traversal import _get_unit_state
 
@@ -102,7 +101,7 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy, like=DDPSt
         # Lightning creates optimizers to fit only.
         fits = trainer.state.fn == TrainerFn.FITTING
         # Before sharding, because the conversion replaces modules.
-        if fits and self._layer_sync is not None and not units_in(module):
+        if fits and self._layer_sync is not None and not has_units(module):
             module = self._layer_sync.apply(module)
         # Before sharding, too: shards are cut from parameters of the final dtype.
         module = self.precision_plugin.convert_module(module)
@@ -155,7 +154,7 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy, like=DDPSt
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication."""
         module = self.lightning_module
-        with no_sync(module) if units_in(module) else nullcontext():
+        with no_sync(module) if has_units(module) else nullcontext():
             yield
 
     def reduce(
