@@ -106,7 +106,8 @@ def _move_hooks() -> None:
 
 def _move_last(optimizer: Optimizer, *_: object) -> None:
     """Hook of all optimizers, before their own: put ``begin`` behind these."""
-    if (states := vars(optimizer).get(_INSTALLED)) is not None:
+    states = vars(optimizer).get(_INSTALLED)
+    if states is not None and states.optimizer is optimizer:
         states.hook.remove()
         states.hook = optimizer.register_step_pre_hook(states.begin)
 
@@ -200,6 +201,9 @@ class _States:
     @torch.no_grad()
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Hook before the step: take the whole step, region by region."""
+        if optimizer is not self.optimizer:
+            # A twin, whose class calls ``super().step()``: hooks, too.
+            return None
         _move_hooks()
         if is_capturing():
             raise PhaseError(
