@@ -20,6 +20,7 @@ from composable_fsdp.access.other_parts import (
     require_one_world,
     route_of,
 )
+from composable_fsdp.access.unsharded_unit import require_awake
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.meeting import Call, meet
@@ -112,6 +113,7 @@ def norm_of(
     """
     chosen = parameters_given(module_or_params, call)
     handles, others = units_and_others(chosen)
+    require_awake(handles, call)
     # Ranks without a gradient send over the same groups as the others.
     of = Tensor.detach if call == "param_norm" else grad_of
     found: dict[Route, list[Tensor]] = {

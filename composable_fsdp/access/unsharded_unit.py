@@ -7,10 +7,11 @@ parameters that it keeps show this rank's rows afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +37,20 @@ from composable_fsdp.tree import moments
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import _FSDPState
 
-UNSHARDED: dict[int, str] = {}
-"""Why optimizers may not step on a unit now, by identity of the handle; ``{}`` in the
-text stands for the name of a parameter."""
+UNSHARDED: WeakKeyDictionary[FlatParamHandle, str] = WeakKeyDictionary()
+"""Why optimizers may not step on a unit now; ``{}`` stands for the name of a parameter.
+Weak: a model may be dropped while it sleeps."""
 _SHOWN = (
     "inside unshard_params, which shows {} full; the end of the block would write the "
     "full values over the step. Call it after the block."
 )
+
+
+def require_awake(handles: Iterable[FlatParamHandle], call: str) -> None:
+    """Refuse a call that would take the empty parameters of a sleeping unit for its."""
+    for handle in handles if UNSHARDED else ():
+        if (why := UNSHARDED.get(handle, _SHOWN)) is not _SHOWN:
+            raise PhaseError(f"{call} was called {why.format(handle.name)}")
 
 
 class UnshardedUnit:
@@ -307,7 +315,7 @@ def _unshard_state(
     if Phase.SUMMON not in handle.phase.followers:
         raise illegal_move(handle.name, handle.phase, Phase.SUMMON)
     handle.phase = Phase.SUMMON
-    UNSHARDED[id(handle)] = _SHOWN
+    UNSHARDED[handle] = _SHOWN
     # The optimizer wrote the shards on the caller's stream.
     context.streams.wait_for_caller()
     unit = UnshardedUnit(handle, rank0_only=rank0_only)
@@ -323,7 +331,7 @@ def _unshard_state(
     finally:
         # Also after an exception, so that the unit is sharded and can run again.
         handle.phase = Phase.IDLE
-        UNSHARDED.pop(id(handle), None)
+        UNSHARDED.pop(handle, None)
         # The full parameters outlive the block.
         for leaf in unit.leaves if with_grads else ():
             leaf.grad = None

@@ -21,6 +21,7 @@ from composable_fsdp.access.other_parts import (
     require_one_world,
     route_of,
 )
+from composable_fsdp.access.unsharded_unit import require_awake
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.flat.flat_parameter import leaf_gradients
@@ -91,6 +92,7 @@ def find_nonfinite(
                 "ask torch.isfinite(tensor).all()."
             )
     handles, others = units_and_others(chosen)
+    require_awake(handles, "find_nonfinite")
     require_one_world(handles, "find_nonfinite")
     routes = _routes(handles, chosen, replicas=True)
     call = Call("find_nonfinite", f"{count_common(chosen, handles)} parameters")

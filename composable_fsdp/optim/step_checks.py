@@ -140,7 +140,7 @@ def require_elementwise(optim: object) -> None:
 def require_outside_unshard_params(optim: Optimizer) -> None:
     """Refuse a step on sharded parameters that are shown full, or asleep."""
     for held in held_by(optim) if UNSHARDED else ():
-        if why := UNSHARDED.get(id(held.handle)):
+        if why := UNSHARDED.get(held.handle):
             call = f"{type(optim).__name__}.step() was called"
             raise PhaseError(f"{call} {why.format(held.name)}")
 

@@ -234,8 +234,6 @@ class Summon(NamedTuple):
     """The unit on which ``unshard_params`` was called."""
     rank0_only: bool
     """Whether the block shows full parameters on rank 0 only."""
-    is_block: bool = True
-    """Whether further blocks of ``unshard_params`` may run inside."""
     why: str = (
         "inside {}, where the parameters are yours to change. Call "
         "it after the block: forward and backward gather by themselves, and "
@@ -243,10 +241,12 @@ class Summon(NamedTuple):
     )
     """Where a call is refused, and the way out; ``{}`` stands for ``name``."""
     what: str = "unshard_params"
+    record: Any = None
+    """What ``sleep`` took away; None of a block, inside of which others may run."""
 
     def refusal(self, call: str) -> PhaseError:
         """Return the error of a ``call``: who was called on what."""
-        name = self.name if self.is_block else self.state.name
+        name = self.name if self.record is None else self.state.name
         return PhaseError(f"{call} {self.why.format(name)}")
 
     @property
@@ -257,7 +257,7 @@ class Summon(NamedTuple):
 
 def is_in_block(context: RuntimeContext) -> bool:
     """Return whether a block of ``unshard_params`` runs that others may join."""
-    return context.summoned is not None and context.summoned.is_block
+    return context.summoned is not None and context.summoned.record is None
 
 
 @dataclass(slots=True, eq=False)

@@ -109,6 +109,47 @@ def test_copies_come_back_a_block_ahead_in_the_recorded_order() -> None:
 
 
 @pytest.mark.req("M-12")
+@on_ranks(1)
+def test_parameters_of_units_are_not_copied(world: World) -> None:
+    """A unit frees and fills them itself, without regard to the copies."""
+    torch.manual_seed(0)
+    inner = [fully_shard(nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+    model = fully_shard(nn.Sequential(*map(offload_wrapper, inner)))
+    kept: list[torch.Size] = []
+    save = _Block.save
+
+    def note(block: _Block, tensor: Tensor) -> Any:
+        kept.append(tensor.shape)
+        return save(block, tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Block, "save", note)
+        loss = model(torch.randn(3, WIDTH)).sum()
+    assert kept
+    assert set(kept) == {torch.Size((3, WIDTH))}
+    backward(loss)
+
+
+@pytest.mark.req("M-12")
+@pytest.mark.parametrize("more", [0, 3], ids=["here", "left"])
+def test_a_write_over_what_a_block_saved_is_told(more: int) -> None:
+    """As without offload; no gradient of other values."""
+    block = offload_wrapper(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid()))
+    x = torch.randn(2, WIDTH)
+
+    def run() -> None:
+        y = block(x)
+        y.add_(1)
+        # Blocks that have it leave the device.
+        for _ in range(more):
+            block(x)
+        torch.autograd.backward(y.sum())
+
+    with pytest.raises(RuntimeError, match="written in place"):
+        run()
+
+
+@pytest.mark.req("M-12")
 def test_the_forecast_counts_two_blocks() -> None:
     """Without offload each block more has an input more on the device."""
     x = torch.zeros(64, WIDTH, requires_grad=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,24 @@ class Lion(Optimizer):
         return loss
 
 
+class Rated(torch.optim.SGD):
+    """A user's over one of torch's, with a number of its own and a look at a group."""
+
+    works_on_shards = True
+    scale = 1.0
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
+        self.scale /= 2
+        before = [group["lr"] for group in self.param_groups]
+        assert before[0]
+        for group in self.param_groups:
+            group["lr"] *= self.scale
+        loss = super().step(closure)
+        for group, lr in zip(self.param_groups, before, strict=True):
+            group["lr"] = lr
+        return loss
+
+
 def groups(params: Params) -> list[dict[str, Any]]:
     """Two groups over all units, with rates of their own."""
     every = list(params)
@@ -80,6 +99,7 @@ OPTIMIZERS: dict[str, Callable[[Params], Optimizer]] = {
     "fused": lambda p: torch.optim.AdamW(groups(p), lr=0.05, eps=1e-3, fused=True),
     "sgd": lambda p: torch.optim.SGD(groups(p), lr=0.1, momentum=0.9),
     "lion": lambda p: Lion(groups(p)),
+    "rated": lambda p: Rated(groups(p), lr=0.1, momentum=0.9),
 }
 
 
@@ -252,6 +272,37 @@ def test_the_plan_counts_two_buffers() -> None:
     assert end.memory.optimizer == 2 * 2 * largest
     assert found.host_bytes == 2 * planned.parameter_bytes
     assert "on the device two buffers of" in str(found.plan)
+
+
+@pytest.mark.req("M-11")
+@on_ranks(1)
+def test_hooks_of_a_user_come_before_the_step(world: World) -> None:
+    """What a later hook writes counts; after an error nothing is done."""
+    model = gpt("composable")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    offload_states(optimizer, model)
+    groups = optimizer.param_groups
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def zero(*_: object) -> None:
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.zero_()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("not now")
+
+    optimizer.register_step_pre_hook(zero)
+    failing = optimizer.register_step_pre_hook(fail)
+    for at in range(3):
+        backward(loss_of(model, gpt_input(at, 0)))
+        with pytest.raises(RuntimeError, match="not now") if at < 2 else nullcontext():
+            optimizer.step()
+        assert optimizer.param_groups is groups
+        assert not at or bool(optimizer.state) is (at == 2)
+        if at == 1:
+            failing.remove()
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 class Unknown(Lion):

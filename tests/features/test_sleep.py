@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,24 +19,31 @@ from composable_fsdp import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
+    clip_grad_norm_,
     fully_shard,
+    get_full_param,
+    grad_norm,
     load,
     no_sync,
     optim_state_dict,
+    param_norm,
     save,
     unshard_params,
 )
+from composable_fsdp.access.unsharded_unit import UNSHARDED
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.features import (
     Arena,
     capture,
     captured_step,
+    find_nonfinite,
     flat_parameters,
     released,
     sleep,
     wake,
 )
-from composable_fsdp.features.host_memory import sleeping
+from composable_fsdp.flat import memory
+from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests.live import examples
 from tests.features.test_capture import Recorder, Trainee, inputs
 from tests.parallel import experts
@@ -205,6 +214,11 @@ def test_a_sleeping_model_says_wake(world: World, tmp_path: Path) -> None:
         lambda: optimizer.load_state_dict(state),
         lambda: optim_state_dict(model, optimizer),
         lambda: unshard_params(model).__enter__(),
+        lambda: clip_grad_norm_(model, 1.0),
+        lambda: grad_norm(model),
+        lambda: param_norm(model),
+        lambda: find_nonfinite(model),
+        lambda: get_full_param(model, "tokens.weight"),
         lambda: sleep(model),
     ]
     for call in calls:
@@ -274,10 +288,51 @@ def test_host_memory_is_kept_for_the_next_sleep(world: World) -> None:
     kept = []
     for _ in range(2):
         with released(model):
-            (record,) = sleeping._asleep.values()
-            kept.append([host.data_ptr() for _, host in record.stored.values()])
+            context = _get_fsdp_states(model)[0].context
+            assert context is not None
+            assert context.summoned is not None
+            stored = context.summoned.record.stored
+            kept.append([host.data_ptr() for _, host in stored])
     assert kept[0] == kept[1]
     assert model.weight.untyped_storage().nbytes() > 4_000_000
+
+
+@pytest.mark.req("M-10")
+@on_ranks(1)
+def test_a_model_that_is_dropped_asleep_is_freed(world: World) -> None:
+    """With its host memory, and without a refusal that a later unit would inherit."""
+    model = fully_shard(nn.Linear(4, 4))
+    sleep(model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    assert not UNSHARDED
+
+
+@pytest.mark.req("M-10")
+@on_ranks(1)
+def test_a_sleep_without_host_memory_leaves_the_model_awake(world: World) -> None:
+    """The error is torch's, and training goes on."""
+    model = gpt("composable")
+    optimizer = adamw(model.parameters())
+    backward(loss_of(model, gpt_input(0, 0)))
+    before = [p.detach().clone() for p in model.parameters()]
+    new, calls = memory.new_buffer, []
+
+    def full(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(args)
+        if len(calls) > 2:
+            raise RuntimeError("no memory")
+        return new(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "new_buffer", full)
+        with pytest.raises(RuntimeError, match="no memory"):
+            sleep(model, optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.step()
+    nap(model, optimizer)
 
 
 @on_ranks(1)

@@ -16,7 +16,7 @@ import weakref
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -28,15 +28,25 @@ _LIVE = 2
 
 
 class offloaded(saved_tensors_hooks):  # in lower case as the class of torch
-    """``with offloaded():`` keeps what the block saves on the host until backward."""
+    """``with offloaded():`` keeps what the block saves on the host until backward.
+
+    Raises: RuntimeError, in backward as without offload, or when the block leaves the
+        device, if what it saved was written in place.
+    """
 
     def __init__(self) -> None:
         self.blocks: dict[torch.device, _Block] = {}
         super().__init__(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
-        """Begin the copy to the host; a tensor that wraps others stays."""
-        if hasattr(type(tensor), "__tensor_flatten__"):
+        """Begin the copy to the host; a tensor that wraps others stays.
+
+        So do parameters, which a copy frees no memory of. Units free theirs after the
+        forward, without regard to the lane, and fill them again for backward.
+        """
+        whole = tensor if tensor._base is None else tensor._base
+        wraps = hasattr(type(tensor), "__tensor_flatten__")
+        if wraps or isinstance(whole, nn.Parameter):
             return tensor
         if tensor.device not in self.blocks:
             self.blocks[tensor.device] = _Block(_trail(tensor.device))
@@ -52,12 +62,26 @@ class offloaded(saved_tensors_hooks):  # in lower case as the class of torch
 class _Saved:
     """A tensor that autograd has saved in a block."""
 
-    __slots__ = ("__weakref__", "block", "here", "host")
+    __slots__ = ("__weakref__", "block", "here", "host", "version")
 
     def __init__(self, block: _Block, tensor: Tensor, host: Tensor) -> None:
         self.block, self.host = block, host
+        self.version: int | None = tensor._version
+        """None of a copy, which nobody else writes."""
         self.here: Tensor | None = tensor
         """On the device: until the copy is out, and from when it is back."""
+
+    def take(self) -> Tensor | None:
+        """Return what is on the device, and let go of it."""
+        here, self.here = self.here, None
+        # The copy may have seen the write.
+        if here is not None and self.version not in (None, here._version):
+            raise RuntimeError(
+                f"A tensor of shape {tuple(here.shape)} that an offloaded module needs "
+                "for backward was written in place after it was saved. Write into a "
+                "new tensor: y = y + z for y += z."
+            )
+        return here
 
 
 class _Block:
@@ -92,11 +116,14 @@ class _Block:
             self.done.wait()
         self.flight.clear()
 
+    # A block may go with its graph while the lane writes the memory.
+    __del__ = land
+
     def leave(self) -> None:
         """Free the memory on the device."""
         self.land()
         for saved in filter(None, (link() for link in self.saved)):
-            saved.here = None
+            saved.take()
 
     def fetch(self) -> None:
         """Begin the copies to the device of what is on the host alone."""
@@ -105,6 +132,7 @@ class _Block:
             if saved.here is None:
                 saved.here = torch.empty_like(saved.host, device=lane.device)
                 pairs.append((saved.here, saved.host))
+                saved.version = None
         if pairs:
             self.flight += [here for here, _ in pairs]
             lane.behind()
@@ -117,16 +145,16 @@ class _Trail:
 
     def __init__(self, device: torch.device) -> None:
         self.lane = Lane(device)
-        self.live: list[_Block] = []
+        self.live: list[weakref.ref[_Block]] = []
         """The last blocks, which have not left the device."""
 
     def end(self, block: _Block) -> None:
         """Add a block; the oldest leaves."""
         if self.live:
-            block.before = weakref.ref(self.live[-1])
-        self.live.append(block)
-        while len(self.live) > _LIVE:
-            self.live.pop(0).leave()
+            block.before = self.live[-1]
+        self.live.append(weakref.ref(block))
+        if len(self.live) > _LIVE and (oldest := self.live.pop(0)()) is not None:
+            oldest.leave()
 
 
 _trail = cache(_Trail)
@@ -141,7 +169,7 @@ def _unpack(saved: Tensor | _Saved) -> Tensor:
     if saved.here is None:
         block.fetch()
     block.land()
-    found, saved.here = saved.here, None
+    found = saved.take()
     assert found is not None
     before = None if block.before is None else block.before()
     if before is not None:

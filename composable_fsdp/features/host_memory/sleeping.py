@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -60,31 +60,19 @@ _WHY = (
 class _Asleep:
     """What a call of ``sleep`` took away."""
 
+    contexts: list[RuntimeContext]
     states: list[_FSDPState]
-    hooks: list[Any] = field(default_factory=list)
-    """Of the optimizers: refuse steps and state dicts."""
-    shown: dict[int, tuple[str, Tensor, int, Tensor]] = field(default_factory=dict)
-    """By identity: name, tensor that shows empty data, version, and its true data."""
-    stored: dict[int, tuple[torch.UntypedStorage, Tensor]] = field(default_factory=dict)
-    """By identity: storage, and its bytes on the host ``(nbytes,)``."""
-    intact: list[FlatParameter] = field(default_factory=list)
+    intact: list[FlatParameter]
     """Regions whose gradients are views of the flat gradient."""
-
-    def hide(self, name: str, tensor: Tensor, devices: set[torch.device]) -> None:
-        """Note the memory of a tensor on one of ``devices``."""
-        for part in parts_of(tensor):
-            if part.device not in devices or not part.numel():
-                continue
-            storage = part.untyped_storage()
-            # Memory of another library, as of numpy, is not ours to free.
-            if part.layout is torch.strided and storage.resizable():
-                version = -1 if part.is_inference() else part._version
-                self.shown.setdefault(id(part), (name, part, version, part.data))
-                self.stored.setdefault(storage._cdata, (storage, _NOTHING))
+    shown: list[tuple[str, Tensor, int, Tensor]]
+    """Name, tensor that shows empty data, version, and its true data."""
+    stored: list[tuple[torch.UntypedStorage, Tensor]]
+    """Storage, and its bytes on the host ``(nbytes,)``."""
+    hooks: list[Any]
+    """Of the optimizers: refuse steps and state dicts."""
 
 
-_NOTHING = torch.empty(0, device="cpu")
-_asleep: WeakKeyDictionary[RuntimeContext, _Asleep] = WeakKeyDictionary()
+# The record itself is with the tree, and goes with a model that is dropped asleep.
 _kept: WeakKeyDictionary[RuntimeContext, dict[int, list[Tensor]]] = WeakKeyDictionary()
 """Host memory of earlier sleeps, by size: pinning takes longer than the copy."""
 
@@ -121,25 +109,33 @@ def sleep(
     _settle(trees, handles)
     regions = [region for handle in handles for region in handle.layout.regions]
     if keep == "none":
-        _drop_gradients(
-            chain(model.parameters(), *(r.graded for r in regions)), handles
-        )
-    found, devices = _Asleep(states), {handle.layout.device for handle in handles}
-    found.intact = list(filter(views_are_intact, regions))
-    optims = _optimizers(optimizer)
-    for name, tensor in _tensors(model, handles, optims):
-        found.hide(name, tensor, devices)
-    _copy_out(found, _kept.setdefault(next(iter(trees)), defaultdict(list)))
+        for leaf in chain(model.parameters(), *(r.graded for r in regions)):
+            leaf.grad = None
+        for handle in handles:
+            free_cleared(handle)
+    several = optimizer if isinstance(optimizer, Iterable) else [optimizer]
+    # Of a wrapper the one inside.
+    optims = [getattr(each, "optimizer", each) for each in several if each is not None]
+    devices = {handle.layout.device for handle in handles}
+    shown = _shown(_tensors(model, regions, optims), devices)
+    # Side streams may still write what the current stream copies.
+    _synchronize(devices)
+    kept = _kept.setdefault(next(iter(trees)), defaultdict(list))
+    stored = _copied(dict.fromkeys(data.untyped_storage() for *_, data in shown), kept)
+    _synchronize(devices)
+    found = _Asleep(
+        list(trees), states, list(filter(views_are_intact, regions)), shown, stored, []
+    )
+    # From here on nothing allocates, and nothing fails.
     for handle in handles:
         _free_buffers(handle)
-        handle.phase, UNSHARDED[id(handle)] = Phase.SUMMON, _WHY
-    for _, tensor, _, _ in found.shown.values():
+        handle.phase, UNSHARDED[handle] = Phase.SUMMON, _WHY
+    for _, tensor, _, _ in shown:
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    for storage, _ in found.stored.values():
+    for storage, _ in stored:
         storage.resize_(0)
     for context, state in trees.items():
-        _asleep[context] = found
-        context.summoned = Summon(state, rank0_only=False, is_block=False, why=_WHY)
+        context.summoned = Summon(state, rank0_only=False, why=_WHY, record=found)
     for optim in optims:
         found.hooks += [
             optim.register_step_pre_hook(_refuse),
@@ -168,8 +164,8 @@ def wake(model: nn.Module, optimizer: Optimizers = None) -> None:
     >>> wake(model, optimizer)
     """
     contexts = [state.context for state in units_of(model, "wake", recurse=True)]
-    records = [_asleep.get(each) for each in dict.fromkeys(contexts) if each]
-    found = list(dict.fromkeys(record for record in records if record))
+    marks = [context.summoned for context in contexts if context is not None]
+    found = dict.fromkeys(mark.record for mark in marks if mark and mark.record)
     if not found:
         raise PhaseError("wake was called on a model that is awake. Call sleep before.")
     lost = [name for record in found for name in _wake(record)]
@@ -198,16 +194,6 @@ def released(
         wake(model)
 
 
-def _drop_gradients(
-    parameters: Iterable[Tensor], handles: list[FlatParamHandle]
-) -> None:
-    """Clear the gradients of parameters and units."""
-    for parameter in parameters:
-        parameter.grad = None
-    for handle in handles:
-        free_cleared(handle)
-
-
 def _settle(trees: Iterable[RuntimeContext], handles: list[FlatParamHandle]) -> None:
     """End the reductions, and leave the slots of arenas. Raises: as ``sleep``."""
     for context in trees:
@@ -226,53 +212,59 @@ def _settle(trees: Iterable[RuntimeContext], handles: list[FlatParamHandle]) -> 
                 slot.leave()
 
 
-def _optimizers(given: Optimizers) -> list[Optimizer]:
-    """Return the optimizers; of a wrapper the one inside."""
-    several = given if isinstance(given, Iterable) else [given]
-    return [getattr(each, "optimizer", each) for each in several if each is not None]
-
-
 def _tensors(
-    model: nn.Module, handles: list[FlatParamHandle], optims: list[Optimizer]
-) -> Iterator[tuple[str, Tensor]]:
+    model: nn.Module, regions: list[FlatParameter], optims: list[Optimizer]
+) -> Iterator[tuple[str, Tensor | None]]:
     """Yield names and tensors of what is to sleep; a tensor may come again."""
     named = [(quoted(name), p) for name, p in model.named_parameters()]
-    flats = [r.flat for h in handles for r in h.layout.regions if r.flat is not None]
-    for name, parameter in chain(named, (("a flat parameter", p) for p in flats)):
+    flats = [("a flat parameter", r.flat) for r in regions if r.flat is not None]
+    for name, parameter in chain(named, flats):
         yield name, parameter
-        if parameter.grad is not None:
-            yield f"the gradient of {name}", parameter.grad
+        yield f"the gradient of {name}", parameter.grad
     for name, buffer in model.named_buffers():
         yield quoted(name), buffer
     for optim in optims:
         for value in _pytree.tree_leaves(list(optim.state.values())):
-            if isinstance(value, Tensor):
-                yield f"state of {type(optim).__name__}", value
+            yield f"state of {type(optim).__name__}", value
     # What no leaf shows: padding, and gradients that ``zero_grad`` has cleared.
-    for handle in handles:
-        for region in handle.layout.regions:
-            shards = region.shard, region.gradient.shard
-            yield from ((handle.name, each) for each in shards if each is not None)
+    for region in regions:
+        yield "a shard", region.shard
+        yield "a flat gradient", region.gradient.shard
 
 
-def _copy_out(found: _Asleep, kept: dict[int, list[Tensor]]) -> None:
-    """Copy all storages to the host, into memory of an earlier sleep if there is."""
-    devices = {storage.device for storage, _ in found.stored.values()}
-    # Side streams may still write what the current stream copies.
-    _synchronize(devices)
-    for key, (storage, _) in found.stored.items():
+def _shown(
+    named: Iterable[tuple[str, Any]], devices: set[torch.device]
+) -> list[tuple[str, Tensor, int, Tensor]]:
+    """Return ``_Asleep.shown`` for what has memory on one of ``devices``."""
+    found: dict[int, tuple[str, Tensor, int, Tensor]] = {}
+    for name, value in named:
+        for part in parts_of(value) if isinstance(value, Tensor) else ():
+            if part.device not in devices or not part.numel():
+                continue
+            # Memory of another library, as of numpy, is not ours to free.
+            if part.layout is torch.strided and part.untyped_storage().resizable():
+                version = -1 if part.is_inference() else part._version
+                found.setdefault(id(part), (name, part, version, part.data))
+    return list(found.values())
+
+
+def _copied(
+    storages: Iterable[torch.UntypedStorage], kept: dict[int, list[Tensor]]
+) -> list[tuple[torch.UntypedStorage, Tensor]]:
+    """Copy to the host, into memory of an earlier sleep if there is."""
+    stored, cpu = [], torch.device("cpu")
+    for storage in storages:
         nbytes, pinned = storage.nbytes(), storage.device.type == "cuda"
         host = kept[nbytes].pop() if kept[nbytes] else None
         if host is None:
-            cpu = torch.device("cpu")
             host = memory.new_buffer(nbytes, torch.uint8, cpu, pinned=pinned)
-        found.stored[key] = storage, host.copy_(_bytes_of(storage), non_blocking=True)
-    _synchronize(devices)
+        stored.append((storage, host.copy_(_bytes_of(storage), non_blocking=True)))
+    return stored
 
 
 def _wake(found: _Asleep) -> list[str]:
     """Bring back a record; return the names of what has changed meanwhile."""
-    stored, devices = list(found.stored.values()), set()
+    stored, devices = found.stored, {storage.device for storage, _ in found.stored}
     try:
         for storage, host in stored:
             storage.resize_(host.nbytes)
@@ -281,11 +273,10 @@ def _wake(found: _Asleep) -> list[str]:
             storage.resize_(0)
         raise
     for storage, host in stored:
-        devices.add(storage.device)
         _bytes_of(storage).copy_(host, non_blocking=True)
     memory.note_move()
     lost = []
-    for name, tensor, version, data in found.shown.values():
+    for name, tensor, version, data in found.shown:
         if tensor.numel() or (version >= 0 and tensor._version != version):
             lost.append(name)
         tensor.data = data
@@ -295,17 +286,15 @@ def _wake(found: _Asleep) -> list[str]:
             away=here.away, moved=here.moved
         )
         handle.phase = Phase.IDLE
-        UNSHARDED.pop(id(handle), None)
+        UNSHARDED.pop(handle, None)
     for region in found.intact:
         region.gradient.places = places_of(region)
     # Before the host memory is used again.
     _synchronize(devices)
-    contexts = [context for context, each in _asleep.items() if each is found]
-    for context in contexts:
+    for context in found.contexts:
         context.summoned = None
-        del _asleep[context]
     for _, host in stored:
-        _kept[contexts[0]][host.nbytes].append(host)
+        _kept[found.contexts[0]][host.nbytes].append(host)
     for hook in found.hooks:
         hook.remove()
     return lost

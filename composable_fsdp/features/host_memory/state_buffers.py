@@ -7,18 +7,22 @@
 
 A step of the optimizer becomes one per region, with the parameters of that region in
 its groups: what works element by element gives the same bits. Seam: torch's hooks of
-steps. The hook before the step does all of it, and the step itself finds no group.
+steps. The hook before the step does all of it, with twins of the optimizer that differ
+in their groups, and hands the step itself a twin with nothing to do: the optimizer is
+whole at all times. It is the last hook, since any other may change gradients or raise.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.comm.device import StreamEvent, is_capturing
@@ -30,7 +34,6 @@ from composable_fsdp.optim.step_checks import (
     find_held,
     handles_of,
     needs_whole_params,
-    parameters_of,
 )
 from composable_fsdp.tools.slots import slot_bytes
 
@@ -60,6 +63,12 @@ def offload_states(optimizer: Optimizer, model: nn.Module) -> None:
 
     >>> offload_states(optimizer, model)
     """
+    _offload(optimizer, model)
+    _move_hooks()
+
+
+def _offload(optimizer: Optimizer, model: nn.Module) -> None:
+    """Install the hook. Raises: as ``offload_states``."""
     units = units_of(model, "offload_states", recurse=True)
     handles = {state.handle for state in units}
     name = type(optimizer).__name__
@@ -78,9 +87,7 @@ def offload_states(optimizer: Optimizer, model: nn.Module) -> None:
         )
     if not hasattr(optimizer, _INSTALLED):
         device = units[0].handle.layout.device
-        states = vars(optimizer)[_INSTALLED] = _States(optimizer, device)
-        optimizer.register_step_pre_hook(states.begin)
-        optimizer.register_step_post_hook(states.end)
+        vars(optimizer)[_INSTALLED] = _States(optimizer, device)
 
 
 def offload_planned(optimizer: Optimizer) -> None:
@@ -88,14 +95,29 @@ def offload_planned(optimizer: Optimizer) -> None:
     for handle in handles_of(optimizer):
         offload = handle.layout.plan.options.cpu_offload
         if offload is not None and offload.offload_states:
-            return offload_states(optimizer, handle.layout.owners[0])
+            return _offload(optimizer, handle.layout.owners[0])
+
+
+@cache
+def _move_hooks() -> None:
+    """Install the global hook, once; not from another one, which torch iterates."""
+    register_optimizer_step_pre_hook(_move_last)
+
+
+def _move_last(optimizer: Optimizer, *_: object) -> None:
+    """Hook of all optimizers, before their own: put ``begin`` behind these."""
+    states = vars(optimizer).get(_INSTALLED)
+    if states is not None and states.optimizer is optimizer:
+        states.hook.remove()
+        states.hook = optimizer.register_step_pre_hook(states.begin)
 
 
 @dataclass(eq=False)
 class _Region:
     """The states of the parameters of a region."""
 
-    parameters: list[Tensor] = field(default_factory=list)
+    members: dict[int, list[Tensor]] = field(default_factory=dict)
+    """The parameters, by the number of their group."""
     host: Tensor = _NOTHING
     """Bytes of all states, one after another."""
     kept: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)
@@ -107,7 +129,7 @@ class _Region:
         """Move states to the host that are new, or that a load has replaced."""
         found = [
             (values, key, value)
-            for p in self.parameters
+            for p in chain.from_iterable(self.members.values())
             # Parameters in host memory (``CPUOffload``) have their states beside them.
             if p.device == states.device
             for values in (states.optimizer.state.get(p, {}),)
@@ -122,11 +144,10 @@ class _Region:
         pinned, cpu = states.device.type == "cuda", torch.device("cpu")
         self.host = memory.new_buffer(nbytes, torch.uint8, cpu, pinned=pinned)
         views = _views(self.host, [value for *_, value in found])
-        self.kept = [
-            (values, key, view.copy_(value))
-            for (values, key, value), view in zip(found, views, strict=True)
-        ]
-        self.hide()
+        self.kept, self.shown = [], []
+        for (values, key, value), view in zip(found, views, strict=True):
+            values[key] = view.copy_(value)
+            self.kept.append((values, key, view))
 
     def show(self, buffer: Tensor) -> None:
         """Have the step see the states in ``buffer``."""
@@ -136,9 +157,9 @@ class _Region:
 
     def hide(self) -> None:
         """Have the optimizer show the states on the host."""
-        self.shown = []
-        for values, key, home in self.kept:
+        for (values, key, home), _ in zip(self.kept, self.shown, strict=False):
             values[key] = home
+        self.shown = []
 
     def take_replaced(self) -> None:
         """Copy states that the step has put into new tensors into the buffer."""
@@ -157,98 +178,94 @@ def _views(buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
     return views
 
 
-def _parts(
-    regions: list[_Region], groups: list[Group]
-) -> list[list[tuple[Group, Group]]]:
-    """Return, per region, each group with a copy that has the region's parameters."""
-    places = {id(p): at for at, r in enumerate(regions) for p in r.parameters}
-    parts: list[list[tuple[Group, Group]]] = [[] for _ in regions]
-    for group in groups:
-        members: dict[int, list[Tensor]] = {}
-        for p in group["params"]:
-            if id(p) in places:
-                members.setdefault(places[id(p)], []).append(p)
-        for at, params in members.items():
-            parts[at].append((group, {**group, "params": params}))
-    return parts
+def _twin(optimizer: Optimizer, attributes: Group, groups: list[Group]) -> Optimizer:
+    """Return an optimizer with ``attributes``, the same states and other groups."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    vars(twin).update(attributes, param_groups=groups)
+    return twin
 
 
 class _States:
-    """The hooks of an optimizer whose states are on the host."""
+    """The hook of an optimizer whose states are on the host."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer, self.device = optimizer, device
         self.lane = Lane(device)
         self.regions: list[_Region] = []
-        self.known: list[int] = []
-        """Identities of the parameters when ``regions`` were found."""
-        self.groups: list[dict[str, Any]] = []
+        self.buffers: list[Tensor] = []
+        """On the device, for the time of a step."""
+        self.known: list[list[int]] = []
+        """Identities of the parameters of each group when ``regions`` were found."""
+        self.hook = optimizer.register_step_pre_hook(self.begin)
 
     @torch.no_grad()
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Hook before the step: take the whole step, region by region."""
+        if optimizer is not self.optimizer:
+            # A twin, whose class calls ``super().step()``: hooks, too.
+            return None
+        _move_hooks()
         if is_capturing():
             raise PhaseError(
                 "A step with offload_states cannot be captured in a CUDA graph: the "
                 "host waits at its end. Capture forward and backward alone."
             )
         closure = kwargs.get("closure", args[1] if args[1:] else None)
-        given: Any = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            given = (optimizer, lambda: loss), {}
+            args, kwargs = args[:1] + args[2:], {**kwargs, "closure": lambda: loss}
         self._find_regions()
-        groups = self.groups = optimizer.param_groups
         try:
-            self._step(groups)
-        except BaseException:
+            self._step(args[1:], kwargs)
+        finally:
+            # The host reads the states from here on.
             self.lane.finish()
+            self.buffers = []
             for region in self.regions:
                 region.hide()
-            optimizer.param_groups = groups
-            raise
-        # The step itself finds nothing to do.
-        optimizer.param_groups = []
-        return given
-
-    def end(self, optimizer: Optimizer, *_: object) -> None:
-        """Hook after the step: show the groups again."""
-        optimizer.param_groups = self.groups
+        idle = [{**group, "params": []} for group in optimizer.param_groups]
+        return (_twin(optimizer, vars(optimizer), idle), *args[1:]), kwargs
 
     def _find_regions(self) -> None:
         """Sort the parameters by region; those of no unit are a region of their own."""
-        parameters = parameters_of(self.optimizer)
-        if self.known == [*map(id, parameters)]:
+        groups = self.optimizer.param_groups
+        known = [[*map(id, group["params"])] for group in groups]
+        if self.known == known:
             return
         found: dict[int, _Region] = {}
-        for parameter in parameters:
-            held, key = find_held(parameter), 0
-            if held is not None:
-                flat, ref = held.flat, held.handle
-                key = id(flat.region if flat else param_ref(ref, held.number).region)
-            found.setdefault(key, _Region()).parameters.append(parameter)
+        for at, group in enumerate(groups):
+            for parameter in group["params"]:
+                held, key = find_held(parameter), 0
+                if held is not None:
+                    flat, ref = held.flat, held.handle
+                    key = id(
+                        flat.region if flat else param_ref(ref, held.number).region
+                    )
+                members = found.setdefault(key, _Region()).members
+                members.setdefault(at, []).append(parameter)
         # Their states move from the regions before, if there were any.
-        self.regions, self.known = [*found.values()], [*map(id, parameters)]
+        self.regions, self.known = [*found.values()], known
 
-    def _step(self, groups: list[dict[str, Any]]) -> None:
+    def _step(self, args: Any, kwargs: Any) -> None:
         """Step on each region that has gradients."""
-        regions = []
+        optimizer, regions = self.optimizer, []
         for region in self.regions:
             region.settle(self)
-            if any(p.grad is not None for p in region.parameters):
+            parameters = chain.from_iterable(region.members.values())
+            if any(p.grad is not None for p in parameters):
                 regions.append(region)
         nbytes = max((region.host.nbytes for region in regions), default=0)
         # Made here and not kept: backward has the memory, and a model that sleeps.
-        buffers = [
+        buffers = self.buffers = [
             memory.new_buffer(nbytes, torch.uint8, self.device) for _ in regions[:2]
         ]
         self.lane.behind()
-        parts = _parts(regions, groups)
-        step = type(self.optimizer).step
+        step = type(optimizer).step
         # Without the hooks, which run once.
         step = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
         here = self._bring(regions[0], buffers[0]) if regions else None
+        before, after = dict(vars(optimizer)), dict[int, Group]()
         for at, region in enumerate(regions):
             ready = here
             if at + 1 < len(regions):
@@ -257,19 +274,25 @@ class _States:
                 here = self._bring(regions[at + 1], buffers[(at + 1) % 2])
             if ready is not None:
                 ready.wait()
-            self.optimizer.param_groups = [own for _, own in parts[at]]
-            step(self.optimizer)
+            groups = {
+                number: {**optimizer.param_groups[number], "params": parameters}
+                for number, parameters in region.members.items()
+            }
+            after |= groups
+            twin = _twin(optimizer, before, [*groups.values()])
+            step(twin, *args, **kwargs)
             region.take_replaced()
             self.lane.behind()
-            buffer = buffers[at % 2][: region.host.nbytes]
-            self.lane.copy((region.host, buffer))
+            self.lane.copy((region.host, buffers[at % 2][: region.host.nbytes]))
             region.hide()
             region.settle(self)
         # Each region began with the options of the whole: a counter moves once.
-        for group, own in chain.from_iterable(parts):
-            group.update({key: own[key] for key in own if key != "params"})
-        # The host reads the states from here on.
-        self.lane.finish()
+        for number, own in after.items():
+            group = optimizer.param_groups[number]
+            group.update({**own, "params": group["params"]})
+        if regions:
+            now = {**vars(twin), "param_groups": optimizer.param_groups}
+            vars(optimizer).update(now)
 
     def _bring(self, region: _Region, buffer: Tensor) -> StreamEvent | None:
         """Copy the states of a region into a buffer, which the step sees."""
