@@ -382,14 +382,7 @@ def _stream(
 
         try:
             left = deque(plan().buckets)
-            idle = 0
-            if any(state.handle.groups.experts_ref for state in states):
-                # Ranks may have other experts; a name may be unknown to some.
-                _agree(states)
-                most = torch.tensor([len(left)], dtype=torch.int32, device=device)
-                for group in groups:
-                    collectives.all_reduce(most, group, maximum=True)
-                idle = int(most.item()) - len(left)
+            idle = _most(len(left), states) - len(left)
             while left or waiting:
                 if not waiting:
                     begin()
@@ -411,6 +404,18 @@ def _stream(
             with suppress(PhaseError):  # the groups are gone
                 send_failure(groups, device)
             raise
+
+
+def _most(count: int, states: Sequence[_FSDPState]) -> int:
+    """Return the most buckets of any rank: some know fewer names of experts."""
+    if all(state.handle.groups.experts_ref is None for state in states):
+        return count
+    _agree(states)
+    device = states[0].handle.layout.device
+    most = torch.tensor([count], dtype=torch.int32, device=device)
+    for group in _groups(states):
+        collectives.all_reduce(most, group, maximum=True)
+    return int(most.item())
 
 
 def _groups(states: Iterable[_FSDPState]) -> list[dist.ProcessGroup]:

@@ -245,14 +245,8 @@ def finish_reduction(
         # The side streams write buffers that no parameter shows.
         applies = not handle.layout.offload and not handle.reduction.replicates
         _wait_on_streams(streams, reduction, handle.events.reduce, applies=applies)
-    if handle.reduction.has_memory and not streams.host_waits:
-        # Behind the reduction alone: the next all-gather need not wait for compute.
-        with streams.on(streams.gather):
-            free_behind_reduction(reduction)
     if handle.reduction.has_memory:
-        if not streams.host_waits:
-            streams.gather.wait_stream(streams.current())
-        free_reduce(handle)
+        _free_buffers(streams, reduction)
     if not handle.reduction.replicates:
         _forget_outputs(handle)
         return
@@ -260,6 +254,18 @@ def finish_reduction(
     # A second reduction of the unit would write into the same outputs.
     if ahead_of is None or ahead_of is handle:
         _finish_all_reduce(context, reduction)
+
+
+def _free_buffers(streams: Streams, reduction: Reduction) -> None:
+    """Free the reduce buffers of a reduction that the current stream waits for."""
+    if not streams.host_waits:
+        # Behind the reduction alone: the next all-gather need not wait for compute.
+        with streams.on(streams.gather):
+            free_behind_reduction(reduction)
+        if not reduction.handle.reduction.has_memory:
+            return
+        streams.gather.wait_stream(streams.current())
+    free_reduce(reduction.handle)
 
 
 def free_behind_reduction(reduction: Reduction) -> None:
@@ -376,7 +382,7 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
         # All regions of a group have the same reduce dtype, hence the same division.
         before, _, average = regions[0].reduce.division
         buffers = [region.reduce.buffer for region in regions]
-        targets = [reduce_target(region) for region in regions]
+        targets = list(map(reduce_target, regions))
         if before != 1:
             torch._foreach_div_(buffers, before)
         ref, work = rule.group or groups.shard_ref, None

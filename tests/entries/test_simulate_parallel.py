@@ -326,7 +326,7 @@ def test_the_function_gets_the_mesh_of_the_job() -> None:
         ({"model": Text()}, "expects a function that makes the model, and got a Text"),
         ({"model": Text}, "none of whose parameters is a DTensor.*parallelize_module"),
         ({"tensor_parallel_size": None}, "needs arguments: mesh.*tensor_parallel_size"),
-        ({"model": lambda mesh: mesh}, "returns a module.*got a DeviceMesh"),
+        ({"model": lambda mesh: mesh}, "expects to return a module.*got DeviceMesh"),
     ],
 )
 def test_a_wrong_mesh_is_named(options: dict[str, Any], message: str) -> None:

@@ -109,10 +109,7 @@ def sleep(
     _settle(trees, handles)
     regions = [region for handle in handles for region in handle.layout.regions]
     if keep == "none":
-        for leaf in chain(model.parameters(), *(r.graded for r in regions)):
-            leaf.grad = None
-        for handle in handles:
-            free_cleared(handle)
+        _drop_gradients(model, handles)
     several = optimizer if isinstance(optimizer, Iterable) else [optimizer]
     # Of a wrapper the one inside.
     optims = [getattr(each, "optimizer", each) for each in several if each is not None]
@@ -144,6 +141,15 @@ def sleep(
         ]
     # The allocator of torch would keep the memory from other libraries and processes.
     _synchronize(devices, empty=True)
+
+
+def _drop_gradients(model: nn.Module, handles: list[FlatParamHandle]) -> None:
+    """Clear all gradients, and free those of units."""
+    regions = chain.from_iterable(handle.layout.regions for handle in handles)
+    for leaf in chain(model.parameters(), *(region.graded for region in regions)):
+        leaf.grad = None
+    for handle in handles:
+        free_cleared(handle)
 
 
 @torch.inference_mode(False)

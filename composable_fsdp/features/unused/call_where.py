@@ -77,13 +77,7 @@ def call_where(module: nn.Module, used: bool, *args: Any, **kwargs: Any) -> Any:
     >>> fully_shard(Seeing())(torch.ones(2, 4)).shape
     torch.Size([2, 1])
     """
-    require_module(module, "call_where")
-    state = OWNERS.get(inside_wrappers(module))
-    if state is None or state.modules != (inside_wrappers(module),):
-        raise CompositionError(
-            f"call_where expects a fully sharded module, got a {type(module).__name__} "
-            "that is no unit by itself. Apply fully_shard to it, or pass one that is."
-        )
+    state = _unit_of(module)
     context, recomputing = state.context, current_task() != NO_TASK
     if context is None or not (recomputing or context.outermost not in (None, state)):
         raise PhaseError(
@@ -96,15 +90,24 @@ def call_where(module: nn.Module, used: bool, *args: Any, **kwargs: Any) -> Any:
     call, taped = _Call(context, state), torch.is_grad_enabled()
     given = _pytree.tree_leaves((args, kwargs)) if used and taped else ()
     needs = any(isinstance(each, Tensor) and each.requires_grad for each in given)
-    byte = bool(used) + 2 * needs
-    for group in call.groups(taped=taped):
-        for other in collectives.all_gather_byte(byte, group, "call_where"):
-            byte |= other
+    byte = call.agreed(bool(used) + 2 * needs, taped=taped)
     if not byte:
         return zero
     taped = taped and (byte > 1 or any(s.handle.layout.trainable for s in call.states))
     run = partial(module, *args, **kwargs) if used else zero.clone
     return call.run(run, taped=taped, recomputing=recomputing)
+
+
+def _unit_of(module: nn.Module) -> _FSDPState:
+    """Return the unit that is ``module`` alone, or raise CompositionError."""
+    require_module(module, "call_where")
+    state = OWNERS.get(inside_wrappers(module))
+    if state is None or state.modules != (inside_wrappers(module),):
+        raise CompositionError(
+            f"call_where expects a fully sharded module, got a {type(module).__name__} "
+            "that is no unit by itself. Apply fully_shard to it, or pass one that is."
+        )
+    return state
 
 
 class _Call(GradientOrder):
@@ -133,6 +136,13 @@ class _Call(GradientOrder):
         of = [s.handle.groups for s in self.states if s.handle.groups.has_peers]
         each = [(g.shard, g.replicate if taped else None) for g in of]
         return dict.fromkeys(filter(None, chain.from_iterable(each)))
+
+    def agreed(self, byte: int, *, taped: bool) -> int:
+        """Return the bits that any rank has set."""
+        for group in self.groups(taped=taped):
+            for other in collectives.all_gather_byte(byte, group, "call_where"):
+                byte |= other
+        return byte
 
     def refused(self, why: str) -> PhaseError:
         """Tell the other ranks, and return the error."""
