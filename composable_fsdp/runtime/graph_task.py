@@ -321,18 +321,23 @@ def _finish_reached_units(
     context: RuntimeContext, task: int, *, retained: bool
 ) -> None:
     """Reduce and reshard the units of a graph task; ``retained``: leave them full."""
-    states = context.tasks.pop(task, ())
-    mine = [state for state in states if state.handle.backward.task == task]
-    for state in states:
+    late = []
+    for state in context.tasks.pop(task, ()):
         handle = state.handle
         # A unit whose inputs need no gradient ends with the graph task.
         if OPEN:
             end_range("backward", context, handle.full_fqn)
         if handle.backward.task != task:
             continue
-        # ``reset_backward``, inlined: a call per unit.
+        # ``reset_backward`` and a part of ``has_arrived``, inlined: two calls per unit.
         handle.backward = NO_BACKWARD
         handle.phase = Phase.IDLE
+        if (
+            handle.reduction.due
+            and has_arrived(handle)
+            and state.settings.sync_gradients
+        ):
+            late.append(handle)
         if handle.running.calls:
             # This backward ran inside a forward of the unit, which still reads the
             # parameters.
@@ -343,21 +348,14 @@ def _finish_reached_units(
         if retained or handle.kept or not reshards or handle.residency is not SHARDED:
             end_use(context, handle, reshards, kept=retained)
     # Behind all reshards: the reduce buffers can take the memory of the parameters.
-    if not context.tasks:
+    if late and not context.tasks:
         free_oldest(context, keep=0)
-    for state in mine:
-        handle = state.handle
-        # A part of ``has_arrived``, inlined: a call per unit.
-        if (
-            handle.reduction.due
-            and has_arrived(handle)
-            and state.settings.sync_gradients
-        ):
-            phase, handle.phase = handle.phase, Phase.BACKWARD_POST
-            try:
-                reduce_gradients(context, handle)
-            finally:
-                handle.phase = phase
+    for handle in late:
+        phase, handle.phase = handle.phase, Phase.BACKWARD_POST
+        try:
+            reduce_gradients(context, handle)
+        finally:
+            handle.phase = phase
 
 
 def _finish_other_units(context: RuntimeContext, *, retained: bool) -> None:
