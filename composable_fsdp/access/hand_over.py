@@ -174,12 +174,11 @@ def _laid_out(
         entry = entry_of(ref.name, ref, ref.leaf, ref.leaf.dtype)
         at = [there.get(group, group.rank()) for group, _ in entry.axes]
         shapes[ref.slot.index] = entry.rectangle(at)[0]
-    now = tuple(region.layout for region in handle.layout.regions)
-    size = handle.groups.shard_world_size
-    found = [now, *(lay_out_again(now, state.options, size, x) for x in ({}, shapes))]
+    plan, size = handle.layout.plan, handle.groups.shard_world_size
+    same, other = (lay_out_again(plan, state.options, size, x) for x in (None, shapes))
     offsets, again = (
         {(s.index, s.offset, each.shard_numel) for each in x for s in each.parameters}
-        for x in found[:2]
+        for x in (plan.regions, same)
     )
     if offsets != again:
         raise CompositionError(
@@ -187,4 +186,4 @@ def _laid_out(
             "ranks of tensor parallelism, and it was frozen, unfrozen or laid out by "
             "map_on_owners. Choose sizes that the ranks divide."
         )
-    return {s.index: (each, s) for each in found[2] for s in each.parameters}
+    return {s.index: (each, s) for each in other for s in each.parameters}

@@ -70,15 +70,21 @@ class _Piece(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes here: of its buffer, joined parts, and a copy to send."""
-        ref, dtype = self.entries[0].ref, self.entries[0].dtype
-        numel = (self.stop - self.start) * self.receives(dist.get_rank())
-        if self.ranks is not None and ref is not None and ref.handle.groups.shard:
-            is_cast = ref.region.layout.dtype != dtype
-            if is_cast or ref.handle.layout.offload:
-                numel += self.own(ref)[0].numel()
+        """Return the bytes here of its buffer and of joined parts."""
         joined = sum(entry.nbytes - entry.part_nbytes for entry in self.entries)
-        return numel * dtype.itemsize + joined * self.receives(dist.get_rank())
+        numel, dtype = self.stop - self.start, self.entries[0].dtype
+        return (numel * dtype.itemsize + joined) * self.receives(dist.get_rank())
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Return the bytes here of a copy of the shard to send, if it takes one."""
+        ref, dtype = self.entries[0].ref, self.entries[0].dtype
+        if self.ranks is None or ref is None or ref.handle.groups.shard is None:
+            return 0
+        own, device = self.own(ref)[0], ref.handle.layout.device
+        return (
+            own.numel() * dtype.itemsize * ((own.dtype, own.device) != (dtype, device))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,8 @@ class Bucket:
 
     names: tuple[str, ...]
     nbytes: int
+    sent_nbytes: int
+    """Those of copies that go to ``ranks``, until they have arrived."""
     _pieces: Sequence[_Piece] = field(repr=False)
 
 
@@ -96,14 +104,20 @@ class StreamPlan:
 
     buckets: tuple[Bucket, ...]
     extra_nbytes: int
-    """Bytes beside the buckets: an integer by which the ranks agree to go on, and what
+    """Bytes beside the buckets: an integer by which the ranks agree to go on, or what
     torch needs at most to join the parts of a tensor."""
 
     @property
     def peak_nbytes(self) -> int:
-        """The most bytes of device memory beside the shards: those of two buckets."""
-        sizes = [bucket.nbytes for bucket in self.buckets]
-        return max(map(sum, pairwise([0, *sizes])), default=0) + self.extra_nbytes
+        """The most bytes of device memory beside the shards: those of two buckets.
+
+        To the byte with ``prefetch``, if no parts are joined; else an upper bound.
+        """
+        most, before = self.extra_nbytes, 0
+        for each in self.buckets:
+            beside = max(each.sent_nbytes, self.extra_nbytes)
+            most, before = max(most, before + each.nbytes + beside), each.nbytes
+        return most
 
 
 def stream_full(
@@ -209,7 +223,7 @@ def stream_plan(
         extra = max([extra, *((prod(over) + 1) * part for part, over in sizes)])
     flag = torch.int32.itemsize if _groups(states) else 0
     made = tuple(_bucket(each, max_bytes, decide["ranks"]) for each in buckets)
-    return StreamPlan(made, flag + extra)
+    return StreamPlan(made, max(flag, extra))
 
 
 def _usable(
@@ -262,7 +276,8 @@ def _bucket(
                 continue
         pieces += [_Piece([e], e.offset, e.offset + prod(e.part), ranks) for e in each]
     names = tuple(name for entry in entries for name in entry.names)
-    return Bucket(names, sum(piece.nbytes for piece in pieces), pieces)
+    sizes = [(piece.nbytes, piece.sent_nbytes) for piece in pieces]
+    return Bucket(names, *map(sum, zip(*sizes, strict=True)), pieces)
 
 
 Sent = list[tuple[Operation | None, Tensor]]

@@ -8,7 +8,7 @@ Planning runs every check before any tensor moves, so a refused model stays unch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -174,15 +174,13 @@ def _build(
 
 
 def lay_out_again(
-    regions: Iterable[RegionLayout],
+    unit: UnitPlan,
     options: UnitOptions,
     world_size: int,
     shapes: Mapping[int, tuple[int, ...]] | None = None,
 ) -> tuple[RegionLayout, ...]:
     """Lay out a unit's parameters with other options, ranks or ``shapes`` by index."""
-    slots = [(slot, region) for region in regions for slot in region.parameters]
-    # ``plan_regions`` orders parameters by the walk of the unit, as ``index`` does.
-    slots.sort(key=lambda pair: pair[0].index)
+    # ``plan_regions`` orders parameters by the walk of the unit, as ``slots`` does.
     specs = [
         # A slot of a single rank has block 1, so the block comes from the shape.
         options.spec(
@@ -194,7 +192,7 @@ def lay_out_again(
             slot.whole,
             slot.strides,
         )
-        for slot, region in slots
+        for slot, region in unit.slots
     ]
     return plan_regions(specs, world_size=world_size)
 

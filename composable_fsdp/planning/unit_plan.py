@@ -124,10 +124,7 @@ class UnitPlan:
 
     def _numels(self, *, trainable: bool) -> dict[str, int]:
         """Return elements per parameter, in the order of the unit's parameters."""
-        slots = [
-            s for r in self.regions if r.trainable is trainable for s in r.parameters
-        ]
-        return {s.fqn: s.numel for s in sorted(slots, key=lambda slot: slot.index)}
+        return {s.fqn: s.numel for s, r in self.slots if r.trainable is trainable}
 
     @property
     def is_trainable(self) -> bool:

@@ -78,7 +78,7 @@ def _replan_unit(
         return unit
     return replace(
         unit,
-        regions=lay_out_again(unit.regions, options, sizes[0]),
+        regions=lay_out_again(unit, options, sizes[0]),
         options=options,
         shard_world_size=sizes[0],
         replicas=sizes[1],

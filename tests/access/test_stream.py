@@ -348,18 +348,20 @@ def test_device_memory_is_that_of_the_plan_to_the_byte(
     dict(stream_full(model))
     planned = stream_plan(model, ranks=to, **how)
 
-    peak = peak_of(model, ranks=to, prefetch=prefetch, **how)
+    # Gloo's threads may hold what was sent for a moment longer, but not each time.
+    peaks = [peak_of(model, ranks=to, prefetch=prefetch, **how) for _ in range(5)]
 
-    # Without prefetch the caller has let go of whole regions before the next bucket.
-    assert peak == planned.peak_nbytes or (not prefetch and peak < planned.peak_nbytes)
-    sizes = [bucket.nbytes for bucket in planned.buckets]
-    if to is not None and world.rank not in to and "dtype" not in how:
+    peak, sizes = min(peaks), [bucket.nbytes for bucket in planned.buckets]
+    if prefetch:
+        assert peak == planned.peak_nbytes
+    # Without, the caller has let go of whole regions before the next bucket.
+    assert max(sizes) <= peak <= planned.peak_nbytes
+    if to is not None and world.rank not in to:
         assert sizes == [0] * len(sizes)
-    else:
-        assert all(
-            size <= how["max_bytes"] or len(bucket.names) <= 2
-            for size, bucket in zip(sizes, planned.buckets, strict=True)
-        )
+    assert all(
+        size <= how["max_bytes"] or len(bucket.names) <= 2
+        for size, bucket in zip(sizes, planned.buckets, strict=True)
+    )
 
 
 @pytest.mark.parametrize("max_bytes", [1, 900, 1 << 30])
