@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.device_steps import WARM_UP, Size, Timer, Trainee
+from benchmarks.device_steps import WARM_UP, Size, Timer, Trainee, block_trainee
 from composable_fsdp.features.captured_step import capture
 
 
@@ -52,7 +52,7 @@ def _apart(one: Trainee, other: Trainee) -> float:
 
 def _trainee(size: Size, device: torch.device) -> Trainee:
     """Ours, with an optimizer that keeps its step count on the device."""
-    made = Trainee("ours", size, device)
+    made = block_trainee("ours", size, device)
     made.optimizer = torch.optim.AdamW(
         made.model.parameters(), lr=1e-4, capturable=device.type == "cuda"
     )

@@ -16,15 +16,10 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
-from benchmarks.device_steps import BF16, times_in_turn, world
+from benchmarks.device_steps import Trainee, shard, times_in_turn, world
 from benchmarks.tables import say_versions, table
-from composable_fsdp import fully_shard
 
 NAMES = ("plain", "fsdp2", "ours")
 
@@ -77,39 +72,13 @@ def small_weights() -> nn.Sequential:
 CASES = {"tiny units": tiny_units, "experts": experts, "small weights": small_weights}
 
 
-class Trainee:
-    """A model whose children are the units, sharded by ``name``, with AdamW."""
-
-    def __init__(self, name: str, model: nn.Sequential, device: torch.device) -> None:
-        model.to(device)
-        if name == "plain":
-            model.to(torch.bfloat16)
-        elif name == "fsdp2":
-            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-            for module in (*model, model):
-                fsdp2_fully_shard(module, mesh=mesh, mp_policy=policy)
-        else:
-            for module in (*model, model):
-                fully_shard(module, mixed_precision=BF16)
-        self.model = model
-        tokens = 2048 if device.type == "cuda" else 32
-        self.example = torch.randn(tokens, 1024, device=device, dtype=torch.bfloat16)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
-
-    def forward_backward(self) -> None:
-        """Forward, loss, backward."""
-        self.model(self.example).float().square().mean().backward()
-
-    def update(self) -> None:
-        """Optimizer step; gradients dropped."""
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def step(self) -> None:
-        """Both."""
-        self.forward_backward()
-        self.update()
+def trainee(name: str, model: nn.Sequential, device: torch.device) -> Trainee:
+    """A model whose children are the units, sharded by ``name``."""
+    model.to(device)
+    shard(name, model, model, device)
+    tokens = 2048 if device.type == "cuda" else 32
+    example = torch.randn(tokens, 1024, device=device, dtype=torch.bfloat16)
+    return Trainee(model, example)
 
 
 def run(device: torch.device, rounds: int) -> None:
@@ -117,7 +86,7 @@ def run(device: torch.device, rounds: int) -> None:
     rows = []
     with world("fake", device):
         for case, make in CASES.items():
-            makers = {n: partial(Trainee, n, make(), device) for n in NAMES}
+            makers = {n: partial(trainee, n, make(), device) for n in NAMES}
             times = times_in_turn(makers, device, rounds)
             plain, peer = times["plain"], times["fsdp2"]
             for name, (compute, step) in times.items():

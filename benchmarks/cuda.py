@@ -34,7 +34,7 @@ from benchmarks.device_steps import (
     SIZES,
     WARM_UP,
     Size,
-    Trainee,
+    block_trainee,
     chain_peaks,
     peaks_of,
     step_times,
@@ -54,7 +54,7 @@ if find_spec("xdist") is not None:
 
 def trace_of(size: Size, device: torch.device) -> list[StreamUse]:
     """Use of the streams in a steady forward and backward of ours."""
-    trainee = Trainee("ours", size, device)
+    trainee = block_trainee("ours", size, device)
     for _ in range(WARM_UP):
         trainee.step()
     return stream_uses(record(trainee.forward_backward, device))
@@ -107,7 +107,9 @@ def _run_peaks(world_size: int, device: torch.device, steps: int) -> None:
     size = SIZES[device.type][-1]
     rows = []
     for name in ("fsdp1", "fsdp2", "ours"):
-        peaks = peaks_of(lambda n=name: Trainee(n, size, device).step, device, steps)  # type: ignore[misc]  # lambda
+        peaks = peaks_of(
+            lambda n=name: block_trainee(n, size, device).step, device, steps
+        )  # type: ignore[misc]  # lambda
         top = max(peaks.peaks)
         rows.append((name, f"{top / MIB:.1f}", f"{peaks.varies / MIB:.3f}"))
     table(

@@ -8,11 +8,11 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,26 +79,10 @@ class Blocks(nn.Module):
 
 
 class Trainee:
-    """A model, sharded by ``name``, with AdamW; computes in bf16."""
+    """A model with AdamW, an input, and a training step in two halves."""
 
-    def __init__(self, name: str, size: Size, device: torch.device) -> None:
-        torch.manual_seed(0)
-        blocks = Blocks(size, device)
-        model: nn.Module = blocks
-        if name == "plain":
-            model = blocks.to(torch.bfloat16)
-        elif name == "fsdp1":
-            model = _sharded_by_fsdp1(blocks, device)
-        elif name == "fsdp2":
-            _shard_by_fsdp2(blocks, device)
-        else:
-            for block in blocks.blocks:
-                fully_shard(block, mixed_precision=BF16)
-            fully_shard(model, mixed_precision=BF16)
-        self.model = model
-        self.example = torch.randn(
-            size.batch, size.tokens, size.width, device=device, dtype=torch.bfloat16
-        )
+    def __init__(self, model: nn.Module, example: Tensor) -> None:
+        self.model, self.example = model, example
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
 
     def forward_backward(self) -> None:
@@ -116,24 +100,43 @@ class Trainee:
         self.update()
 
 
-def _sharded_by_fsdp1(model: Blocks, device: torch.device) -> nn.Module:
-    return FSDP1(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({TinyBlock}),
-        mixed_precision=Precision1(torch.bfloat16, torch.float32),
-        use_orig_params=True,
-        device_id=device,
-    )
+def shard(
+    name: str,
+    model: nn.Module,
+    units: Iterable[nn.Module],
+    device: torch.device,
+    **options: Any,
+) -> None:
+    """Make ``model`` compute in bf16, by ``name``; ours takes the ``options``."""
+    if name == "plain":
+        model.to(torch.bfloat16)
+    elif name == "fsdp2":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for module in (*units, model):
+            fsdp2_fully_shard(module, mesh=mesh, mp_policy=policy)
+    else:
+        for module in (*units, model):
+            fully_shard(module, mixed_precision=BF16, **options)
 
 
-def _shard_by_fsdp2(model: Blocks, device: torch.device) -> None:
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-    )
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in model.blocks:
-        fsdp2_fully_shard(block, mesh=mesh, mp_policy=policy)
-    fsdp2_fully_shard(model, mesh=mesh, mp_policy=policy)
+def block_trainee(name: str, size: Size, device: torch.device) -> Trainee:
+    """``Blocks``, sharded by ``name``."""
+    torch.manual_seed(0)
+    blocks = Blocks(size, device)
+    model: nn.Module = blocks
+    if name == "fsdp1":
+        model = FSDP1(
+            blocks,
+            auto_wrap_policy=ModuleWrapPolicy({TinyBlock}),
+            mixed_precision=Precision1(torch.bfloat16, torch.float32),
+            use_orig_params=True,
+            device_id=device,
+        )
+    else:
+        shard(name, blocks, blocks.blocks, device)
+    shape = size.batch, size.tokens, size.width
+    return Trainee(model, torch.randn(shape, device=device, dtype=torch.bfloat16))
 
 
 @contextmanager
@@ -182,22 +185,12 @@ def step_times(
     size: Size, device: torch.device, rounds: int
 ) -> dict[str, tuple[float, float]]:
     """Median milliseconds of forward + backward, and of a step, of all in turn."""
-    makers = {name: partial(Trainee, name, size, device) for name in NAMES}
+    makers = {name: partial(block_trainee, name, size, device) for name in NAMES}
     return times_in_turn(makers, device, rounds)
 
 
-class Trains(Protocol):
-    """A training step in two halves."""
-
-    def forward_backward(self) -> None:
-        """Forward, loss, backward."""
-
-    def update(self) -> None:
-        """Optimizer step; gradients dropped."""
-
-
 def times_in_turn(
-    makers: Mapping[str, Callable[[], Trains]], device: torch.device, rounds: int
+    makers: Mapping[str, Callable[[], Trainee]], device: torch.device, rounds: int
 ) -> dict[str, tuple[float, float]]:
     """Median milliseconds of forward + backward, and of a step, of all in turn."""
     trainees = {name: make() for name, make in makers.items()}
@@ -223,7 +216,7 @@ def times_in_turn(
     }
 
 
-def _time_step(trainee: Trains, device: torch.device) -> tuple[float, float]:
+def _time_step(trainee: Trainee, device: torch.device) -> tuple[float, float]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     timer = Timer(device)

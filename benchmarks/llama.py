@@ -28,19 +28,15 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.device_steps import BF16, Timer, world
+from benchmarks import device_steps
+from benchmarks.device_steps import Timer, shard, world
 from benchmarks.models import LlamaBlock
 from benchmarks.tables import say, say_versions, table
 from benchmarks.trace import idle_part, record
-from composable_fsdp import fully_shard
 from composable_fsdp.features import Arena
 from composable_fsdp.features.captured_step import WARM_UP, capture
 
@@ -141,7 +137,7 @@ class Llama(nn.Module):
         return F.cross_entropy(logits.float(), tokens[:, 1:].flatten())
 
 
-class Trainee:
+class Trainee(device_steps.Trainee):
     """A Llama, sharded by ``name``, its optimizer and a sequence."""
 
     def __init__(
@@ -155,45 +151,34 @@ class Trainee:
             for block in model.blocks:
                 # Each length has kernels of its own, as in a run of one length.
                 cast(Block, block).block.compile(dynamic=False)
+        shard(
+            name,
+            model,
+            model.blocks,
+            device,
+            param_init_fn=fill,
+            device_id=device,
+            arena=Arena(reduce=True) if name == "captured" else None,
+        )
         if name == "plain":
-            model.to(torch.bfloat16).apply(fill)
+            model.apply(fill)
         elif name == "fsdp2":
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-            for module in (*model.blocks, model):
-                fsdp2_fully_shard(module, mesh=mesh, mp_policy=policy)
             model.to_empty(device=device)
             for p in model.parameters():
                 _draw(cast(Any, p).to_local())
-        else:
-            arena = Arena(reduce=True) if name == "captured" else None
-            for module in (*model.blocks, model):
-                fully_shard(
-                    module,
-                    mixed_precision=BF16,
-                    param_init_fn=fill,
-                    device_id=device,
-                    arena=arena,
-                )
-        self.model, self.device = model, device
-        self.tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+        super().__init__(model, torch.zeros(1, 2, dtype=torch.long, device=device))
+        self.device = device
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=1e-5, fused=True, capturable=name == "captured"
         )
 
     def read(self, shape: Shape, length: int) -> None:
         """Train on a sequence of ``length`` tokens from now on."""
-        self.tokens = torch.randint(shape.vocab, (1, length), device=self.device)
+        self.example = torch.randint(shape.vocab, (1, length), device=self.device)
 
     def forward_backward(self) -> None:
         """Forward, loss, backward."""
-        self.model(self.tokens).backward()
-
-    def step(self) -> None:
-        """The same, and the optimizer's step."""
-        self.forward_backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model(self.example).backward()
 
 
 def _fill(module: nn.Module, device: torch.device) -> None:
@@ -294,8 +279,7 @@ def _timed(trainee: Trainee, step: Callable[[], object]) -> tuple[float, float, 
         trainee.forward_backward()
         host = time.perf_counter() - start
         timer.mark()
-        trainee.optimizer.step()
-        trainee.optimizer.zero_grad(set_to_none=True)
+        trainee.update()
     else:
         # A graph is one call; its forward and backward cannot be told apart.
         step()

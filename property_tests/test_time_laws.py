@@ -55,8 +55,7 @@ def test_overlap_hides_at_most_the_shorter_part(
 
     found = planned.step_time(machine, activations)
 
-    assert found.seconds == pytest.approx(found.computing + found.waiting)
-    assert found.computing <= found.seconds * (1 + 1e-9)
+    assert max(found.computing, sent) <= found.seconds * (1 + 1e-9)
     assert found.seconds <= (found.computing + sent) * (1 + 1e-9)
     for faster in ("operations_per_second", "link_bytes_per_second"):
         better = replace(machine, **{faster: 10 * getattr(machine, faster)})

@@ -158,7 +158,6 @@ def seconds(machine: Machine, *, world_size: int = 8, **options: Any) -> float:
     planned = plan(net, world_size=world_size, units=["layers.*"], **options)
     activations = measure_activations(net, planned, [torch.zeros(512, 1024)])
     found = planned.step_time(machine, activations, optimizer="none")
-    assert found.seconds == pytest.approx(found.computing + found.waiting)
     assert found.tokens == 512
     return found.seconds
 
@@ -168,17 +167,15 @@ FREE = Machine(latency=0.0, memory_bytes_per_second=1e30)
 
 @pytest.mark.req("N-13")
 def test_the_time_is_that_of_products_or_of_the_link() -> None:
-    """Three products a layer, two of the first; or thirteen and six collectives."""
+    """Three products a layer, two of the first; or twelve and six collectives."""
     products = 17 * 2 * 512 * 1024**2
     on_one = seconds(replace(FREE, operations_per_second=1e12), world_size=1)
     assert on_one == pytest.approx(products / 1e12)
 
     slow = replace(FREE, operations_per_second=1e30, link_bytes_per_second=1e6)
-    layer = 4 * (1024**2 + 1024)
-    # The first layer is gathered once: nothing comes before it in backward.
-    gathered_twice = 6 * 2 * layer
-    sent = (gathered_twice + 6 * layer) * 7 / 8
-    assert seconds(slow) == pytest.approx(sent / 1e6, rel=0.1)
+    # Padding is 0.7 % of a layer.
+    sent = (6 * 2 + 6) * 4 * (1024**2 + 1024) * 7 / 8
+    assert seconds(slow) == pytest.approx(sent / 1e6, rel=0.01)
 
 
 @pytest.mark.req("N-13")
@@ -238,7 +235,7 @@ def test_a_compiler_keeps_what_is_between_products(run: Run, script: str) -> Non
         status, out, err = run("plan", *given, "--time", "h100", *more, "--json")
         assert (status, err) == (0, "")
         speeds.append(json.loads(out)["time"]["tokens_per_second"])
-    assert speeds == sorted(speeds)
+    assert speeds[0] < speeds[1] < speeds[2]
     _, out, _ = run("plan", *given, "--time", "h200")
     assert "Estimated time of a step on h200, eager: " in out
     assert "at the speed of bfloat16" not in out
