@@ -18,7 +18,6 @@ from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import listed
 from composable_fsdp.storage.contents import HeldParam, contents_of, units_in
-from composable_fsdp.storage.team import team_of
 from composable_fsdp.storage.tensors import whole_value
 
 _PREFIX = "base_model.model."
@@ -31,14 +30,13 @@ def has_adapters(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def adapter_values(model: nn.Module) -> dict[str, Tensor]:
-    """Return the full adapter and trained parameters on the first rank, by name.
+def adapter_values(model: nn.Module, *, keeps: bool) -> dict[str, Tensor]:
+    """Return the full adapter and trained parameters by name, if this rank ``keeps``.
 
     Collective: ``gather_slot`` of each of them; all ranks must call.
     """
     made: dict[str, Tensor] = {}
     is_adapter = _adapter_test(model)
-    first = team_of(model, "save_pretrained").rank == 0
     for each in contents_of(model, "save_pretrained").each():
         # Equal on all ranks: names and ``requires_grad`` are compared at the first
         # gather.
@@ -48,7 +46,7 @@ def adapter_values(model: nn.Module) -> dict[str, Tensor]:
                 value = gather_slot(each.ref, each.ref.leaf.detach())
             else:
                 value = whole_value(each.tensor)
-            if first:
+            if keeps:
                 made.update(dict.fromkeys(each.names, value.cpu()))
     return made
 

@@ -141,14 +141,14 @@ class ShardedTrainer(Trainer):
             return
         # Without values, ``Trainer`` writes configuration, tokenizer and arguments; an
         # adapter is small, so ``Trainer`` writes that, too.
-        adapter = has_adapters(self.model)
-        values = adapter_values(self.model) if adapter else {}
+        adapter, writes = has_adapters(self.model), self.args.should_save
+        values = adapter_values(self.model, keeps=writes) if adapter else {}
         write_weights(
             self.model,
             folder,
             partial(super()._save, folder, values),
             weights=not adapter,
-            writes=self.args.should_save,
+            writes=writes,
         )
 
     def _loads_shards(self, model: Any) -> bool:

@@ -80,8 +80,8 @@ def save_pretrained(
     if merged:
         require_merged(model)
     base: Any = _base_of(model) if merged else model
-    values = adapter_values(model) if adapter else {}
     first = team_of(model, "save_pretrained").rank == 0
+    values = adapter_values(model, keeps=first) if adapter else {}
     save: Callable[[], object] = partial(
         base.save_pretrained, directory, state_dict=values, is_main_process=first
     )

@@ -288,7 +288,7 @@ def _told_of_replicas(groups: Sequence[dict[int, dict[str, Any]]]) -> str:
 def warn_of(text: str) -> Exception | None:
     """Warn; return the error if this process lets warnings raise."""
     try:
-        warnings.warn(text, stacklevel=4)
+        warnings.warn(text, stacklevel=6)  # through prepare, save, two decorators
     except Warning as raised:
         # Raised here, the warning would end this rank alone, and the others would wait.
         error = CheckpointError(

@@ -367,6 +367,7 @@ def saved(
                 async_save(path, model).result()
         except CheckpointError as raised:
             error = str(raised)
+    assert {each.filename for each in caught} <= {__file__}  # the line of the caller
     return error, [str(each.message) for each in caught]
 
 
