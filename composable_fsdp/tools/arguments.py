@@ -219,8 +219,6 @@ models MODELS
     print a row for each of these world sizes, too
 --plot FILE
     draw the memory over one step, as plan.png, .svg or .pdf
---diff
-    print how two MODELs differ
 --time machine
     estimate seconds of a step and tokens per second on nodes of eight such GPUs (pcie:
     L40S), without host time; needs --batch, and --param-dtype bf16 to mean anything

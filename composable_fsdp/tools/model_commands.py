@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -28,7 +26,6 @@ from composable_fsdp.tools.fit import at_world_sizes, fit
 from composable_fsdp.tools.machine import Machine
 from composable_fsdp.tools.model_units import NoSplitPolicy, guess_units, unit_names
 from composable_fsdp.tools.plan import plan
-from composable_fsdp.tools.plan_pictures import draw_memory
 from composable_fsdp.tools.sharding_plan import Forecast, forecast
 from composable_fsdp.tools.simulate import simulate
 from composable_fsdp.tools.simulated_clock import Clock
@@ -40,38 +37,14 @@ def _plan(given: argparse.Namespace) -> Report:
     """Make the plan, and return its report."""
     # ``--hf`` is another way to write a MODEL.
     targets = [*given.models, *([given.hf] if given.hf else [])]
-    if len(targets) != 1 + given.diff:
-        what = "--diff expects two MODELs" if given.diff else "expects one MODEL"
+    if len(targets) != 1:
         raise PlanError(
-            f"plan {what}, got {len(targets)}. Write MODULE:FUNCTION or the path of a "
-            "config.json; see --help."
+            f"plan expects one MODEL, got {len(targets)}. Write MODULE:FUNCTION or the "
+            "path of a config.json; see --help."
         )
-    saved = [_saved(target) for target in targets]
-    # A picture is of one plan, whose model is needed.
-    if given.plot and (given.diff or saved[0]):
-        raise PlanError("--plot draws the plan of one model; leave it or --diff out.")
-    found: list[Report] = []
-    for report, target in zip(saved, targets, strict=True):
-        # Measuring activations sends, and so does planning for other dtypes.
-        with _job(given) as mesh:
-            found.append(report or _report_of(target, given, mesh))
-    if given.diff:
-        told = plan_report.differences(*found)
-        return {"differences": told, "a": found[0], "b": found[1]}
-    return found[0]
-
-
-def _saved(target: str) -> Report | None:
-    """Return the report that ``--json`` printed to the file ``target``, or None."""
-    path = Path(target)
-    if path.suffix != ".json" or not path.is_file():
-        return None
-    try:
-        found = json.loads(path.read_text())
-    # The reader of configurations tells the error.
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and plan_report.KEY in found else None
+    # Measuring activations sends, and so does planning for other dtypes.
+    with _job(given) as mesh:
+        return _report_of(targets[0], given, mesh)
 
 
 def _report_of(
@@ -152,18 +125,13 @@ def _answer(report: Report, found: Forecast, given: argparse.Namespace) -> None:
             found, given.world_sizes, cut, given.gpu_memory
         )
     if given.plot:
-        draw_memory(given.plot, found, given.gpu_memory)
+        plan_report.draw_memory(given.plot, found, given.gpu_memory)
         # The report says where the picture is, also in JSON.
         report["plot"] = str(given.plot)
 
 
 def _show_plan(found: Report) -> None:
     """Print a report on standard output."""
-    # A report of a difference holds the two reports, too.
-    if "differences" in found:
-        names = (found["a"]["model"]["source"], found["b"]["model"]["source"])
-        print(plan_report.text_of_differences(found["differences"], names))
-        return
     # A file or a pipe gets all columns.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print(plan_report.text_of(found, width))
@@ -355,19 +323,17 @@ examples:
   python -m composable_fsdp plan train:build_model --world-size 64 --gpu-memory 80GiB
   python -m composable_fsdp plan --hf config.json --world-size 64 --batch 1x4096 \\
       --param-dtype bfloat16 --checkpointing --gpu-memory 80GiB
-  python -m composable_fsdp plan train:small train:large --diff
 
 Without --batch the activations are not counted, and "fits" does not include them.
 
 {_MODEL_HELP}\
-  plan.json             what --json printed, for --diff
 
 exit status: 0 fits, or --gpu-memory is not given; 1 does not fit; 2 no plan could be
 made, such as a wrong path or option
 """,
     _plan,
     _show_plan,
-    # Without ``--gpu-memory`` there is nothing to fit into, and a difference fits.
+    # Without ``--gpu-memory`` there is nothing to fit into.
     lambda found: 0 if found.get("fit", {}).get("fits", True) else BAD,
     USAGE,
     _BAD_INPUT,

@@ -1,21 +1,19 @@
-"""A plan as one dict of numbers, which ``--json`` prints, and as the text of it."""
+"""A plan as a dict of numbers, which ``--json`` prints, as text, and as a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from composable_fsdp.config import Block
+from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import listed, size_text
 from composable_fsdp.planning.unit_plan import UnitPlan
-from composable_fsdp.tools.step_memory import StepMemory
-from composable_fsdp.tools.texts import counted, dtype_text, sent_text, table
+from composable_fsdp.tools.texts import counted, dtype_text, table
 from composable_fsdp.tools.unit_costs import Traffic
 
 Report = dict[str, Any]
-
-KEY = "composable_fsdp_plan"
-"""The key that tells a saved report; the value is the version of the report."""
 
 KINDS = {
     "parameters": "parameters, sharded",
@@ -67,7 +65,7 @@ def report_of(
     groups = max(plan.units, key=lambda unit: unit.shard_world_size)
     whole = plan.whole_numel
     return {
-        KEY: 1,
+        "composable_fsdp_plan": 1,
         "model": {
             "source": source,
             "class": plan.units[0].class_name,
@@ -103,11 +101,7 @@ def report_of(
         "save_bytes": found.save_bytes,
         "step": _traffic(plan.traffic),
         "owners": list(_owners(plan)),
-        "further": [
-            *_arena(plan.step_memory()),
-            *_host_states(found),
-            *_mixed(found.rows),
-        ],
+        "further": list(_further(found)),
         "warnings": [*notes, *plan.warnings],
     }
 
@@ -146,21 +140,18 @@ def _regions(unit: UnitPlan, root: UnitPlan) -> str:
     return (", ".join(words) or "no parameters") + over
 
 
-def _arena(step: StepMemory) -> Iterator[str]:
-    """Yield a line on the slots of the arena, if there are any."""
+def _further(found: Any) -> Iterator[str]:
+    """Yield sentences on an arena, on optimizer states on the host, and on units that
+    hold trainable and frozen parameters."""
+    step = found.plan.step_memory()
     full, reduce = step.kept
-    units = sum(len(slot.units) for slot in step.slots)
+    count = counted(sum(len(slot.units) for slot in step.slots), "unit")
     reductions = f", {size_text(reduce)} for reductions" if reduce else ""
     if full + reduce:
         yield (
             f"arena: {counted(len(step.slots), 'slot')} of {size_text(full)} in all "
-            f"for the full parameters of {counted(units, 'unit')}{reductions}, between "
-            "steps, too"
+            f"for the full parameters of {count}{reductions}, between steps, too"
         )
-
-
-def _host_states(found: Any) -> Iterator[str]:
-    """Yield a line on optimizer states in host memory, if there are any."""
     units = [unit for unit in found.plan.units if unit.has_host_states]
     if units:
         nbytes = sum(map(found.optimizer.state_bytes, units))
@@ -171,22 +162,7 @@ def _host_states(found: Any) -> Iterator[str]:
             f"all, in a step of at least {2 * nbytes / _HOST_LINK * 1e3:.3g} ms (there "
             f"and back at {_HOST_LINK / 1e9:.0f} GB/s)"
         )
-
-
-def _owners(plan: Any) -> Iterator[str]:
-    """Yield a sentence on ``map_on_owners``, for plans with ``Block.TENSOR``."""
-    if any(unit.options.block is Block.TENSOR for unit in plan.units):
-        found = plan.owners()
-        count = len(found.owners)
-        yield (
-            f"map_on_owners over {count} matri{'x' if count == 1 else 'ces'}, from the "
-            f"rank with most: {sent_text(found.most.by_op())}"
-        )
-
-
-def _mixed(rows: Sequence[Any]) -> Iterator[str]:
-    """Yield a sentence on units that hold trainable and frozen parameters."""
-    for fold in (row.fold for row in rows):
+    for fold in (row.fold for row in found.rows):
         trainable, frozen = fold.unit.trainable, fold.unit.frozen
         if trainable and frozen:
             yield (
@@ -197,20 +173,39 @@ def _mixed(rows: Sequence[Any]) -> Iterator[str]:
             )
 
 
+def _owners(plan: Any) -> Iterator[str]:
+    """Yield a sentence on ``map_on_owners``, for plans with ``Block.TENSOR``."""
+    if any(unit.options.block is Block.TENSOR for unit in plan.units):
+        found = plan.owners()
+        count = len(found.owners)
+        yield (
+            f"map_on_owners over {count} matri{'x' if count == 1 else 'ces'}, from the "
+            f"rank with most: {_sent(_traffic(found.most))}"
+        )
+
+
 def _traffic(traffic: Traffic) -> Report:
     """Return calls and bytes of each kind of collective."""
     found = traffic.by_op().items()
     return {op: {"calls": calls, "bytes": nbytes} for op, (calls, nbytes) in found}
 
 
+def _sent(sent: Report) -> str:
+    """Return the result of ``_traffic`` as text."""
+    found = [
+        f"{counted(each['calls'], op.replace('_', '-'))} of "
+        f"{size_text(each['bytes'])} in all"
+        for op, each in sent.items()
+        if each["calls"]
+    ]
+    return ", ".join(found) or "no communication"
+
+
 def text_of(report: Report, width: int | None = None) -> str:
     """Return the report as text; tables leave columns out to keep to ``width``."""
     lines = [_headline(report), *_units(report, width), *_peak(report), ""]
-    step = {op: (each["calls"], each["bytes"]) for op, each in report["step"].items()}
-    lines.append(f"Per step and rank: {sent_text(step)}.")
-    lines += [f"{line}." for line in report["owners"]]
-    # A report that an earlier version saved has none.
-    lines += report.get("further", ())
+    lines.append(f"Per step and rank: {_sent(report['step'])}.")
+    lines += [*(f"{line}." for line in report["owners"]), *report["further"]]
     if report["host_bytes"]:
         lines.append(
             f"On the host: {size_text(report['host_bytes'])} per rank (parameters, "
@@ -286,7 +281,7 @@ def _units(report: Report, width: int | None) -> list[str]:
             ),
             # Units are full in turns, so this column has no sum.
             "one unit full": "most " * (row is total) + size_text(row["full"]),
-            "regions": row.get("regions", ""),
+            "regions": "" if row is total else row["regions"],
         }
         for row in (*report["rows"], total)
     ]
@@ -367,83 +362,60 @@ def _world_sizes(rows: Sequence[Report]) -> list[str]:
     return ["", "Bytes per rank by world size", *table(header, cells, ())]
 
 
-def differences(first: Report, second: Report) -> Report:
-    """Return all that differs: each entry is a pair, with None for what is absent."""
-    found, other = _compared(first), _compared(second)
-    return {
-        key: {
-            name: [a.get(name), b.get(name)]
-            # A dict keeps the order of names, a set would not.
-            for name in {**a, **b}
-            if a.get(name) != b.get(name)
-        }
-        for (key, a), b in zip(found.items(), other.values(), strict=True)
-    }
+def draw_memory(path: Path, found: Any, capacity: int | None) -> None:
+    """Draw the bytes of a ``Forecast`` through one step into a .png, .svg or .pdf.
 
-
-def _compared(report: Report) -> dict[str, Mapping[str, Any]]:
-    """Return what of a report is compared, by the table in which it stands."""
-    step = {op.replace("_", "-") + "s": each for op, each in report["step"].items()}
-    return {
-        "options": {**report["model"], **report["options"]},
-        # The order is that of the report: what stays, comes and goes, and is sent.
-        "bytes": {
-            **{KINDS[name].partition(",")[0]: report["total"][name] for name in _KEPT},
-            **{
-                f"at the peak: {words}": report["peak"]["kinds"][name]
-                for name, words in KINDS.items()
-            },
-            "peak": report["peak"]["bytes"],
-            "on the host": report["host_bytes"],
-            **{f"sent by {op}": each["bytes"] for op, each in step.items()},
-        },
-        "calls": {op: each["calls"] for op, each in step.items()},
-        "units": {
-            row["unit"]: f"{row['times']} x {row['class']}, {row['numel']:,} elements, "
-            f"{size_text(row['sharded'])} per rank"
-            for row in report["rows"]
-        },
-    }
-
-
-def text_of_differences(found: Report, names: tuple[str, str]) -> str:
-    """Return the differences as text; ``names`` named the two plans."""
-    lines = [f"A: {names[0]}", f"B: {names[1]}"]
-    # Two spellings of one plan have no differences.
-    if not any(found.values()):
-        lines.append("The two plans are equal.")
-    titles = {
-        "options": "Options and models",
-        "bytes": "Bytes per rank",
-        "calls": "Calls per step",
-        "units": "Units",
-    }
-    shown = {
-        "bytes": (size_text, _change),
-        "calls": (_value, lambda a, b: f"{b - a:+,}"),
-    }
-    for key, title in titles.items():
-        show, change = shown.get(key, (_value, None))
-        rows = [
-            [name, show(a), show(b), *([change(a, b)] if change else [])]
-            for name, (a, b) in found[key].items()
-        ]
-        if rows:
-            header = ["", "A", "B", "B - A"][: len(rows[0])]
-            lines += ["", title, *table(header, rows, range(1 if change else 3))]
-    return "\n".join(lines)
-
-
-def _value(value: Any) -> str:
-    """Return a value of an option as text."""
-    # bool is a subclass of int.
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return "-" if value is None else f"{value:,}" if is_number else str(value)
-
-
-def _change(first: int, second: int) -> str:
-    """Return the difference of two sizes as text, with the sign and the ratio."""
-    sign = "+" if second >= first else "-"
-    # A ratio to nothing says nothing.
-    ratio = f", {second / first:.2f} x" if first and second else ""
-    return f"{sign}{size_text(abs(second - first))}{ratio}"
+    Raises: PlanError, without matplotlib; ValueError, for another suffix.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlanError(
+            "--plot draws with matplotlib, which is not installed here: "
+            "pip install 'composable-fsdp[cli]'."
+        ) from error
+    moments = found.moments
+    unit = "GiB" if found.total >= 2**30 else "MiB"
+    size = 2**30 if unit == "GiB" else 2**20
+    # The last moment, the optimizer's step, would be too thin to be seen.
+    last = max(1, len(moments) // 16)
+    edges = [*range(len(moments)), len(moments) - 1 + last]
+    # Without pyplot no window system is asked for.
+    figure = Figure(figsize=(9.6, 5.2), layout="constrained")
+    axes = figure.subplots()
+    below = [0.0] * len(moments)
+    # What stays from step to step lies at the bottom, what comes and goes above.
+    for number, (kind, words) in enumerate(KINDS.items()):
+        sizes = [getattr(moment.memory, kind) / size for moment in moments]
+        if not any(sizes):
+            continue
+        above = [low + own for low, own in zip(below, sizes, strict=True)]
+        # Steps and no slopes: memory is allocated and freed at once.
+        axes.stairs(
+            above, edges, baseline=below, fill=True, label=words, color=f"C{number}"
+        )
+        below = above
+    total = found.total / size
+    top = 1.12 * total
+    if capacity is not None:
+        # A GPU far above the peak would press the picture flat, and is left out.
+        if capacity <= 2 * found.total:
+            axes.axhline(capacity / size, color="C3", linestyle="--")
+            top = max(top, 1.08 * capacity / size)
+        axes.set_title(f"one rank; a GPU has {size_text(capacity)}", loc="left")
+    index = moments.index(found.peak)
+    axes.annotate(
+        f"peak {size_text(found.total)}, {found.peak.when}",
+        ((edges[index] + edges[index + 1]) / 2, total),
+        (0, 5),
+        textcoords="offset points",
+        ha="right" if index > len(moments) / 2 else "left",
+        fontweight="bold",
+    )
+    phases = [m.event.phase if m.event else "optimizer" for m in moments]
+    begins = {phase: phases.index(phase) for phase in dict.fromkeys(phases)}
+    axes.set(xlim=(0, edges[-1]), ylim=(0, top), ylabel=unit)
+    axes.set_xticks(list(begins.values()), list(begins), ha="left")
+    axes.grid(axis="y", alpha=0.3)
+    figure.legend(loc="outside right upper", reverse=True, frameon=False)
+    figure.savefig(path)

@@ -1,13 +1,11 @@
-"""What texts of the tools share: tables, numbers with nouns, traffic."""
+"""What texts of the tools share: tables, numbers with nouns."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from difflib import get_close_matches
 
 import torch
-
-from composable_fsdp.naming import size_text
 
 
 def counted(number: int, what: str) -> str:
@@ -39,13 +37,3 @@ def table(
         ).rstrip()
         for row in cells
     ]
-
-
-def sent_text(sent: Mapping[str, tuple[int, int]]) -> str:
-    """Return calls and bytes by kind of collective as text."""
-    found = [
-        f"{counted(calls, op.replace('_', '-'))} of {size_text(nbytes)} in all"
-        for op, (calls, nbytes) in sent.items()
-        if calls
-    ]
-    return ", ".join(found) or "no communication"

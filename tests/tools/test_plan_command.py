@@ -152,26 +152,6 @@ def test_the_picture_is_the_memory_of_a_step(
     assert "Format 'py' is not supported" in err
 
 
-@pytest.mark.req("N-01")
-def test_two_plans_are_compared(run: Run, script: str, tmp_path: Path) -> None:
-    """Models, or saved reports; equal ones are equal."""
-    status, out, err = run(f"{script}:Net", f"{script}:larger", "--diff")
-    assert (status, err) == (0, "")
-    assert re.search(r"\npeak +\S+ [KM]iB +\S+ [KM]iB +\+", out)
-    assert re.search(r"blocks\.0-7 +- +8 x Block", out)
-    assert re.search(r"all-gathers +13 +17 +\+4", out)
-
-    saved = []
-    for name, options in (("a", []), ("b", ["--strategy", "shard-grad-op"])):
-        _, text, _ = run(f"{script}:Net", *options, "--json")
-        saved.append(tmp_path / f"{name}.json")
-        saved[-1].write_text(text)
-    found = report_of(run, *saved, "--diff")["differences"]
-    assert found["options"] == {"strategy": ["FULL_SHARD", "SHARD_GRAD_OP"]}
-    assert found["calls"] == {"all-gathers": [13, 7]}
-    assert "equal" in run(saved[0], saved[0], "--diff")[1]
-
-
 @pytest.mark.parametrize(
     ("target", "message"),
     [
@@ -190,7 +170,7 @@ def test_two_plans_are_compared(run: Run, script: str, tmp_path: Path) -> None:
         (":Net --units head --unit-class Block", "give one of them"),
         (":Net --gpu-memory 80", "has no unit; write 80GiB"),
         (":Net --strategy full_shrd", "Did you mean full-shard"),
-        (":Net --diff", "expects two MODELs, got 1"),
+        (":Net x:y", "expects one MODEL, got 2"),
     ],
 )
 def test_a_wrong_command_is_status_two_and_a_way_out(
