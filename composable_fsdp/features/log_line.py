@@ -21,7 +21,7 @@ def log_units(context: RuntimeContext) -> None:
     if not LOGGER.isEnabledFor(level):
         return
     # Here, so that a program without the line loads nothing of the tools.
-    from composable_fsdp.tools.plan_in_force import plan_of_units
+    from composable_fsdp.tools.plan import plan_of_units
 
     root = root_of(context)
     plan = plan_of_units((state.fqn, state) for state in root._root_states)

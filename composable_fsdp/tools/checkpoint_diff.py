@@ -14,6 +14,7 @@ from torch import Tensor
 
 from composable_fsdp.naming import LISTED, listed, printable
 from composable_fsdp.storage.convert import open_whole
+from composable_fsdp.storage.manifest import dtype_name
 from composable_fsdp.storage.source import Read, Source, TensorInfo
 from composable_fsdp.tools.command import (
     BAD,
@@ -23,7 +24,7 @@ from composable_fsdp.tools.command import (
     Report,
     progress,
 )
-from composable_fsdp.tools.texts import counted, dtype_text
+from composable_fsdp.tools.texts import counted
 
 
 class _Saved(NamedTuple):
@@ -153,7 +154,7 @@ def _difference(
     found: dict[str, Any] = {}
     # Tensors of different dtypes may still hold equal values, so go on.
     if info.dtype != other.dtype:
-        found["dtypes"] = [dtype_text(info.dtype), dtype_text(other.dtype)]
+        found["dtypes"] = [dtype_name(info.dtype), dtype_name(other.dtype)]
     count, most = 0, 0.0
     # Slices, so that a tensor larger than the memory can be compared.
     for start, stop in info.slices():

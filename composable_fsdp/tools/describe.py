@@ -18,13 +18,13 @@ from composable_fsdp.naming import join_name, printable, size_text
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
 from composable_fsdp.planning.unit_plan import UnitPlan
-from composable_fsdp.storage.manifest import SavedTensor
+from composable_fsdp.storage.manifest import SavedTensor, dtype_name
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.opening import NATIVE, find_checkpoint, open_source
 from composable_fsdp.storage.source import Source
-from composable_fsdp.tools.fold import fold_units
-from composable_fsdp.tools.plan_in_force import unit_plan
-from composable_fsdp.tools.texts import counted, dtype_text
+from composable_fsdp.tools.plan import unit_plan
+from composable_fsdp.tools.sharding_plan import fold_units
+from composable_fsdp.tools.texts import counted
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
@@ -83,7 +83,7 @@ class DescribedUnit:
         """Return a region for JSON."""
         sizes = ("numel", "padded_numel", "shard_numel", "trainable")
         return {
-            "dtype": dtype_text(region.dtype),
+            "dtype": dtype_name(region.dtype),
             **{name: getattr(region, name) for name in sizes},
             "parameters": [
                 {
@@ -127,7 +127,7 @@ class DescribedUnit:
         shapes = max((len(str(slot.shape)) for slot in slots), default=0)
         for region in plan.regions:
             yield (
-                f"  {dtype_text(region.dtype)}{'' if region.trainable else ' frozen'}, "
+                f"  {dtype_name(region.dtype)}{'' if region.trainable else ' frozen'}, "
                 f"{region.numel:,} elements, {region.shard_numel:,} per rank, "
                 f"{region.padded_numel - region.numel:,} of padding"
             )
@@ -288,7 +288,7 @@ def _of_model(model: nn.Module) -> Description:
             DescribedTensor(
                 join_name(fqn, key),
                 kind,
-                dtype_text(tensor.dtype),
+                dtype_name(tensor.dtype),
                 tuple(tensor.shape),
             )
             for fqn, module in walk.named(model)
@@ -350,7 +350,7 @@ def _of_checkpoint(path: str | PathLike[str]) -> Description:
             DescribedTensor(
                 name,
                 "tensor",
-                dtype_text(info.dtype),
+                dtype_name(info.dtype),
                 info.shape,
                 also.get(name, ()),
                 parts.get(name, ()),
@@ -362,7 +362,7 @@ def _of_checkpoint(path: str | PathLike[str]) -> Description:
             DescribedTensor(
                 each.fqns[0],
                 f"tensor of rank {rank}",
-                dtype_text(each.dtype),
+                dtype_name(each.dtype),
                 each.shape,
                 tuple(each.fqns[1:]),
             )

@@ -18,7 +18,7 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.tools.memory import Activations
-from composable_fsdp.tools.replan import replan
+from composable_fsdp.tools.plan import replan
 from composable_fsdp.tools.sharding_plan import Forecast
 
 MOST_RANKS = 1 << 17

@@ -1,12 +1,13 @@
-"""Public entry point ``plan``: the plan of a model, before or after sharding."""
+"""Entry points ``plan``, of a model before or after sharding, and ``replan``."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
@@ -14,6 +15,7 @@ from composable_fsdp.comm.nodes import group_sizes
 from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.registry import API, get_state
 from composable_fsdp.config import (
+    HYBRID,
     Arena,
     BackwardPrefetch,
     Block,
@@ -26,17 +28,19 @@ from composable_fsdp.config import (
 from composable_fsdp.entries.apply import as_list, owner_of
 from composable_fsdp.entries.fully_shard import FSDP2_NAMES, unknown_text
 from composable_fsdp.errors import PlanError
+from composable_fsdp.features.comm_hooks.int8_exchange import int8_all_to_all_hook
 from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import make_request
 from composable_fsdp.planning.options import GroupBy, UnitOptions
+from composable_fsdp.planning.planner import lay_out_again
 from composable_fsdp.planning.policies import AnyPolicy, evaluate_policy
+from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
 from composable_fsdp.tools.model_units import chosen_units
-from composable_fsdp.tools.plan_in_force import plan_of_units
-from composable_fsdp.tools.replan import replan
 from composable_fsdp.tools.sharding_plan import ShardingPlan, plan_modules
 from composable_fsdp.tools.tensor_parallel import check_sizes
+from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import require_module, walk_states
 
 _NAMES = {
@@ -226,3 +230,107 @@ def _kept(
     if kept is not None and (ranks != kept.world_size or shard_world_size is not None):
         kept = replan(kept, world_size=ranks, shard_world_size=shard_world_size)
     return kept, ranks
+
+
+def replan(
+    plan: ShardingPlan,
+    *,
+    world_size: int | None = None,
+    shard_world_size: int | None = None,
+    **changes: Any,
+) -> ShardingPlan:
+    """Return the plan of the same units on other ranks or with other options.
+
+    Args:
+        plan: the plan to change.
+        world_size: number of ranks in all. Default None: that of ``plan``.
+        shard_world_size: ranks per shard group. Default None: that of ``plan``, if
+            ``plan`` has replicas and the size divides ``world_size``; else all ranks.
+        **changes: options of ``plan()`` by name, such as ``strategy``; they replace the
+            options of every unit.
+
+    Returns: the plan; equal to ``plan()`` of the same model with these arguments.
+    Raises: PlanError, if ``world_size`` is no multiple of ``shard_world_size``, or if a
+    hybrid strategy has no ``shard_world_size``.
+    """
+    ranks = plan.world_size if world_size is None else world_size
+    if shard_world_size is None:
+        shard_world_size = _shard_world_size(plan, ranks)
+    units = [
+        _replan_unit(unit, replace(unit.options, **changes), ranks, shard_world_size)
+        for unit in plan.units
+    ]
+    # Padding depends on the ranks, and so do the sentences about it.
+    notes = tuple(note for unit in units for note in padding_notes(unit))
+    return ShardingPlan(tuple(units), ranks, notes)
+
+
+def _shard_world_size(plan: ShardingPlan, ranks: int) -> int | None:
+    """Return the size of the plan's shard groups; None for a group of all ranks."""
+    for unit in plan.units:
+        strategy, size = unit.options.strategy, unit.shard_world_size
+        # NO_SHARD replicates over all ranks and says nothing about groups.
+        if strategy is ShardingStrategy.NO_SHARD:
+            continue
+        if unit.replicas > 1 or strategy in HYBRID:
+            if ranks > size and ranks % size:
+                raise PlanError(
+                    f"The plan has shard groups of {size} ranks, which do not divide "
+                    f"{ranks} ranks. Choose a multiple of {size}, or pass "
+                    "shard_world_size."
+                )
+            # Fewer ranks than a group are one group.
+            return min(size, ranks)
+    return None
+
+
+def _replan_unit(
+    unit: UnitPlan, options: UnitOptions, ranks: int, shard_world_size: int | None
+) -> UnitPlan:
+    """Lay out the parameters of ``unit``, as ``planner._build`` does."""
+    sizes = group_sizes(
+        options.strategy, world_size=ranks, shard_world_size=shard_world_size
+    )
+    # Equal units of the old and the new plan share their layouts.
+    if options == unit.options and sizes == (unit.shard_world_size, unit.replicas):
+        return unit
+    return replace(
+        unit,
+        regions=lay_out_again(unit, options, sizes[0]),
+        options=options,
+        shard_world_size=sizes[0],
+        replicas=sizes[1],
+    )
+
+
+def plan_of_units(units: Iterable[tuple[str, _FSDPState]]) -> ShardingPlan:
+    """Return the plan of sharded units, one at least, outermost first."""
+    plans = tuple([unit_plan(fqn, state) for fqn, state in units])
+    # All units of a model are over the same ranks, in shards or replicas.
+    return ShardingPlan(plans, plans[0].shard_world_size * plans[0].replicas)
+
+
+def unit_plan(fqn: str, state: _FSDPState) -> UnitPlan:
+    """Return the plan of a sharded unit; what was frozen later counts as frozen."""
+    return replace(
+        state.handle.layout.plan,
+        fqn=fqn,
+        options=_options_in_force(state),
+        int8_gradients=state.handle.rule.hook is int8_all_to_all_hook,
+    )
+
+
+def _options_in_force(state: _FSDPState) -> UnitOptions:
+    """Return the unit's options, with ``set_reshard_after_forward`` as a strategy."""
+    options = state.options
+    reshards = state.settings.reshard_after_forward
+    # The first forward sets the flag of a root, which every plan keeps full anyway.
+    if state._is_root or reshards is None or reshards == options.reshard_after_forward:
+        return options
+    pairs = [
+        (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP),
+        (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2),
+    ]
+    # Each of a pair is the other with another flag; NO_SHARD has nothing to reshard.
+    other = dict([*pairs, *(pair[::-1] for pair in pairs)])
+    return replace(options, strategy=other.get(options.strategy, options.strategy))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ from composable_fsdp.config import Block
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import listed, size_text
 from composable_fsdp.planning.unit_plan import UnitPlan
-from composable_fsdp.tools.texts import counted, dtype_text, table
+from composable_fsdp.storage.manifest import dtype_name
+from composable_fsdp.tools.texts import counted
 from composable_fsdp.tools.unit_costs import Traffic
 
 Report = dict[str, Any]
@@ -115,8 +116,8 @@ def _options(plan: Any) -> Report:
     low = {name: getattr(mixed, name, None) for name in ("param_dtype", "reduce_dtype")}
     return {
         "strategy": options.strategy.name,
-        "dtypes": sorted(map(dtype_text, dtypes)),
-        **{name: dtype and dtype_text(dtype) for name, dtype in low.items()},
+        "dtypes": sorted(map(dtype_name, dtypes)),
+        **{name: dtype and dtype_name(dtype) for name, dtype in low.items()},
         "cpu_offload": plan.units[0].is_offloaded,
         "backward_prefetch": prefetch and prefetch.name,
         "forward_prefetch": options.forward_prefetch,
@@ -133,7 +134,7 @@ def _regions(unit: UnitPlan, root: UnitPlan) -> str:
         frozen = "" if region.trainable else " frozen"
         group = "" if region.group is None else f" group {region.group!r}"
         count = counted(len(region.parameters), "parameter")
-        words.append(f"{count} in {dtype_text(region.dtype)}{frozen}{group}")
+        words.append(f"{count} in {dtype_name(region.dtype)}{frozen}{group}")
     # Experts are sharded over fewer ranks than the model.
     ranks, most = (u.shard_world_size * u.replicas for u in (unit, root))
     over = "" if ranks == most else f", over {counted(ranks, 'rank')}"
@@ -289,11 +290,26 @@ def _units(report: Report, width: int | None) -> list[str]:
     # A reader misses the sums and the names last.
     for dropped in ("regions", "padding", "class", "elements", "one unit full", None):
         left = [i for i, name in enumerate(names) if name in _WORDS]
-        lines = table(names, [[r[n] for n in names] for r in rows], left)
+        lines = _table(names, [[r[n] for n in names] for r in rows], left)
         if width is None or dropped is None or max(map(len, lines)) <= width:
             break
         names.remove(dropped)
     return ["", "Bytes per rank between steps", *lines]
+
+
+def _table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], left: Container[int]
+) -> list[str]:
+    """Return the lines of a table whose columns ``left`` are left-aligned."""
+    cells = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
 
 
 def _peak(report: Report) -> list[str]:
@@ -314,7 +330,7 @@ def _peak(report: Report) -> list[str]:
             rows.append([words, size])
     rows.append(["total", size_text(peak["bytes"])])
     title = f"Bytes on the device at the peak of a step: {peak['when']}"
-    return ["", title, *table(["", "per rank"], rows, range(1))]
+    return ["", title, *_table(["", "per rank"], rows, range(1))]
 
 
 def _verdict(report: Report) -> Iterator[str]:
@@ -359,7 +375,7 @@ def _world_sizes(rows: Sequence[Report]) -> list[str]:
     ]
     # Without a capacity there is nothing to fit into.
     header = ["ranks", *_KEPT, "peak", "fits"][: len(cells[0])]
-    return ["", "Bytes per rank by world size", *table(header, cells, ())]
+    return ["", "Bytes per rank by world size", *_table(header, cells, ())]
 
 
 def draw_memory(path: Path, found: Any, capacity: int | None) -> None:

@@ -14,14 +14,13 @@ order, every trainable parameter gets a gradient, and ``.grad`` was cleared befo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from composable_fsdp.config import Arena, BackwardPrefetch
 from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.tools.memory import Memory, StepMoment
-from composable_fsdp.tools.slots import Slot, assign_slots, reduce_slots
 from composable_fsdp.tools.unit_costs import UnitMemory
 
 GATHER, COMPUTE, REDUCE, FREE = "all-gather", "compute", "reduce", "free"
@@ -37,6 +36,13 @@ class Event(NamedTuple):
     """Of ``COMPUTE`` of a unit with nested units: forward before, backward after them.
     """
     kind: str = COMPUTE
+
+
+class Slot(NamedTuple):
+    """Memory that units use in turn: its bytes, and the indices of the units."""
+
+    nbytes: int
+    units: tuple[int, ...]
 
 
 class StepMemory(NamedTuple):
@@ -339,3 +345,40 @@ class _Step:
             and not self.units[self.reducing].plan.int8_gradients
         ):
             self.give("reduce", "buffers", self.reducing)
+
+
+def reduce_slots(
+    sizes: Sequence[int], arenas: Sequence[Arena | None]
+) -> tuple[tuple[Arena, int], ...]:
+    """Return the bytes of the slot for reductions of each arena that keeps one."""
+    found: dict[Arena, int] = {}
+    # The largest: one reduction is in flight, and gradients of other units that wait
+    # (``no_sync``) lie elsewhere.
+    for nbytes, arena in zip(sizes, arenas, strict=True):
+        if arena is not None and arena.reduce and nbytes:
+            found[arena] = max(nbytes, found.get(arena, 0))
+    return tuple(found.items())
+
+
+def assign_slots(
+    sizes: Sequence[int],
+    arenas: Sequence[Arena | None],
+    together: Collection[tuple[int, int]],
+) -> tuple[Slot, ...]:
+    """Give each unit with an arena the first slot that is free while it is full."""
+    found: list[list[int]] = []
+    # A slot is as large as its first unit. Sorting is stable: units of equal bytes stay
+    # in forward order.
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        arena = arenas[index]
+        if arena is None or not sizes[index]:
+            continue
+        for units in found if arena.shared else ():
+            if arenas[units[0]] == arena and not any(
+                (index, other) in together for other in units
+            ):
+                units.append(index)
+                break
+        else:
+            found.append([index])
+    return tuple(Slot(sizes[units[0]], tuple(units)) for units in found)

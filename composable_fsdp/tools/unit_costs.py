@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import add
 from typing import NamedTuple
 
@@ -11,7 +12,10 @@ from composable_fsdp.features.comm_hooks.int8_exchange import (
 )
 from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
 from composable_fsdp.planning.unit_plan import UnitPlan
-from composable_fsdp.tools.slots import slot_bytes
+
+ALIGNMENT = 256
+"""Regions begin at multiples of this number of bytes, which suits every dtype and the
+copy engines of GPUs."""
 
 
 class Traffic(NamedTuple):
@@ -176,3 +180,8 @@ def _exchanges(unit: UnitPlan) -> list[Int8Exchange]:
         for r, d in unit.reduced
         if unit.int8_gradients
     ]
+
+
+def slot_bytes(regions: Iterable[int]) -> int:
+    """Return the bytes of a slot for regions of the given bytes, one after another."""
+    return sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in regions)

@@ -32,7 +32,7 @@ from composable_fsdp.flat.residency import (
 )
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.unshard import release
-from composable_fsdp.tools.slots import slot_bytes
+from composable_fsdp.tools.unit_costs import slot_bytes
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
 
 _POISON = 0xFF
@@ -304,7 +304,7 @@ def give_slots(context: RuntimeContext) -> None:
     if not members:
         return
     # Here, so that a program without an arena loads nothing of the tools.
-    from composable_fsdp.tools.plan_in_force import plan_of_units
+    from composable_fsdp.tools.plan import plan_of_units
 
     arenas = {key: Slots(*key, _source(*key, found)) for key, found in members.items()}
     plan = plan_of_units([(state.fqn, state) for state in states])
