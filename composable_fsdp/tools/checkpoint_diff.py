@@ -16,14 +16,7 @@ from composable_fsdp.naming import LISTED, listed, printable
 from composable_fsdp.storage.convert import open_whole
 from composable_fsdp.storage.manifest import dtype_name
 from composable_fsdp.storage.source import Read, Source, TensorInfo
-from composable_fsdp.tools.command import (
-    BAD,
-    USAGE,
-    Advance,
-    Command,
-    Report,
-    progress,
-)
+from composable_fsdp.tools.command import BAD, USAGE, Command, Progress, Report
 from composable_fsdp.tools.texts import counted
 
 
@@ -44,12 +37,16 @@ def nbytes_of(source: Source, *, weights_only: bool) -> int:
 
 def _run(given: argparse.Namespace) -> Report:
     """Compare the two checkpoints, and return the differences."""
-    weights, tolerance = given.weights_only, given.tolerance
+    weights = given.weights_only
     with open_whole(given.first) as first, open_whole(given.second) as second:
         total = nbytes_of(first, weights_only=weights)
-        with progress("comparing", total, wanted=not given.json) as tell:
+        with Progress("comparing", total, wanted=not given.json) as line:
             found = compare(
-                first, second, weights_only=weights, tolerance=tolerance, advance=tell
+                first,
+                second,
+                weights_only=weights,
+                tolerance=given.tolerance,
+                advance=line.advance,
             )
     return {"paths": [str(given.first), str(given.second)], **found}
 
@@ -60,16 +57,10 @@ def compare(
     *,
     weights_only: bool = False,
     tolerance: float = 0.0,
-    advance: Advance = lambda done: None,
+    advance: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
     """Return the differences of two checkpoints. Memory holds two slices at a time.
 
-    A tied parameter is found under each of its names, so formats that store ties in
-    different ways compare as equal.
-
-    Returns: for JSON: ``equal``, and ``model`` and ``optimizer`` with ``tensors`` (the
-        number compared), ``only_first``, ``only_second``, and ``different`` by name;
-        ``others`` names further parts that differ.
     Raises: CheckpointError, for damaged or missing data.
     """
     found: dict[str, dict[str, Any]] = {
@@ -107,11 +98,9 @@ def compare(
 def _others(first: Source, second: Source, rank: int | None) -> list[str]:
     """Return words for the parts beside tensors that differ, as ``rank`` has them."""
     parts: dict[str, Callable[[Source], Any]] = {
-        "optimizer's values that are not tensors": lambda source: {
-            name: dict(values) for name, values in source.optim_values.items()
-        },
+        "optimizer's values that are not tensors": lambda source: source.optim_values,
         "parameter groups": lambda source: source.param_groups,
-        "modules' own states": lambda source: dict(source.own_states),
+        "modules' own states": lambda source: source.own_states,
     }
     if rank is None:
         parts["extra state"] = lambda source: source.extra
@@ -145,7 +134,10 @@ def _tensors(
 
 
 def _difference(
-    first: _Saved, second: _Saved, tolerance: float, advance: Advance
+    first: _Saved,
+    second: _Saved,
+    tolerance: float,
+    advance: Callable[[int], None],
 ) -> dict[str, Any]:
     """Return how two tensors differ; empty if they are equal."""
     info, other = first.info, second.info
@@ -196,31 +188,28 @@ def _distance(a: Tensor, b: Tensor, tolerance: float) -> tuple[int, float]:
 
 def _same(first: Any, second: Any) -> bool:
     """Return whether two nested values are equal; NaN equals NaN."""
-    # Formats keep tuples or make them lists.
-    kinds = (Tensor, Mapping, deque, (list, tuple))
-    if any(isinstance(first, k) != isinstance(second, k) for k in kinds):
-        return False
-    if isinstance(first, Mapping):
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(
             _same(value, second[key]) for key, value in first.items()
         )
-    if isinstance(first, (list, tuple, deque)):
-        lengths = [(len(each), getattr(each, "maxlen", 0)) for each in (first, second)]
-        return lengths[0] == lengths[1] and all(map(_same, first, second))
+    for kinds in ((list, tuple), deque):
+        # Formats keep tuples or make them lists.
+        if isinstance(first, kinds) and isinstance(second, kinds):
+            limits = getattr(first, "maxlen", 0), getattr(second, "maxlen", 0)
+            equal = limits[0] == limits[1] and len(first) == len(second)
+            return equal and all(map(_same, first, second))
     # Tensors, and arrays of numpy, compare to arrays, which have no truth.
     if hasattr(first, "dtype") and hasattr(second, "dtype"):
-        return _same_array(first, second)
+        if type(first) is not type(second) or first.shape != second.shape:
+            return False
+        if not isinstance(first, Tensor):
+            return bool(
+                first.dtype == second.dtype and first.tobytes() == second.tobytes()
+            )
+        flat = first.reshape(-1), second.reshape(-1)
+        return first.dtype == second.dtype and not _distance(*flat, 0.0)[0]
     # Only NaN differs from itself.
     return bool(first == second) or (first != first and second != second)
-
-
-def _same_array(first: Any, second: Any) -> bool:
-    """Return whether two tensors, or two arrays of numpy, are equal."""
-    if first.dtype != second.dtype or first.shape != second.shape:
-        return False
-    if isinstance(first, Tensor):
-        return _distance(first.reshape(-1), second.reshape(-1), 0.0)[0] == 0
-    return bool(first.tobytes() == second.tobytes())
 
 
 def _show(found: Report) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from composable_fsdp.errors import FSDPError
@@ -18,9 +17,6 @@ USAGE = 2
 
 Report = dict[str, Any]
 """What a command found, as JSON has it."""
-
-Advance = Callable[[int], None]
-"""A function that receives the bytes done since the last call."""
 
 
 class Command(NamedTuple):
@@ -57,34 +53,35 @@ def error_text(error: Exception) -> str:
     return str(error)
 
 
-@contextmanager
-def progress(label: str, total: int = 0, *, wanted: bool = True) -> Iterator[Advance]:
-    """Show a line on standard error, with the part of ``total`` bytes that is done.
+class Progress:
+    """A line on standard error with the part of ``total`` bytes that is done, which
+    disappears at the end of the block."""
 
-    The line disappears at the end of the block. Yields a function, to be called with
-    the bytes done since its last call.
-    """
-    # A log file must not receive a line per update.
-    if not wanted or not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    done, shown = 0, 0.0
+    def __init__(self, label: str, total: int = 0, *, wanted: bool = True) -> None:
+        # A log file must not receive a line per update.
+        self._wanted = wanted and sys.stderr.isatty()
+        self._label, self._total = label, total
+        self._done, self._shown = 0, 0.0
 
-    def advance(more: int) -> None:
-        nonlocal done, shown
-        done += more
+    def advance(self, more: int) -> None:
+        """Take note of ``more`` bytes."""
+        self.show(self._done + more, self._total)
+
+    def show(self, done: int, total: int) -> None:
+        """Show the bytes done so far."""
+        self._done = done
         # Writing to a terminal is slow, so limit the updates.
-        if time.monotonic() - shown > 0.1:
-            shown = time.monotonic()
+        if self._wanted and time.monotonic() - self._shown > 0.1:
+            self._shown = time.monotonic()
             # ``total`` may be an estimate, and smaller than ``done``.
             share = f"{min(1.0, done / total):4.0%}" if total else "..."
-            sys.stderr.write(f"\r{label} {share}")
-            sys.stderr.flush()
+            print(f"\r{self._label} {share}", end="", file=sys.stderr, flush=True)
 
-    advance(0)
-    try:
-        yield advance
-    finally:
+    def __enter__(self) -> Progress:
+        self.advance(0)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
         # Returns to the start of the line, and erases the line.
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
+        if self._wanted:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -19,13 +19,8 @@ from typing import Any, NoReturn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import printable, size_text
-from composable_fsdp.storage.convert import (
-    check_readable,
-    convert,
-    open_whole,
-)
+from composable_fsdp.storage.convert import check_readable, convert, open_whole
 from composable_fsdp.storage.export import CastWeights
-from composable_fsdp.storage.native import read_manifest
 from composable_fsdp.storage.opening import (
     DCP,
     NATIVE,
@@ -40,10 +35,10 @@ from composable_fsdp.tools.arguments import DTYPES, add_arguments
 from composable_fsdp.tools.checkpoint_diff import nbytes_of
 from composable_fsdp.tools.command import (
     Command,
+    Progress,
     Report,
     error_text,
     examples,
-    progress,
 )
 from composable_fsdp.tools.describe import describe
 from composable_fsdp.tools.texts import counted, did_you_mean
@@ -63,10 +58,7 @@ exit status: 0 good, 1 bad checkpoint or nothing written, 2 wrong usage
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status.
-
-    ``arguments`` default to ``sys.argv[1:]``. An error of a checkpoint or of the file
-    system becomes a message and status 1.
+    """Run the command line, and return the exit status.
 
     Raises: SystemExit, for ``--help`` (status 0) and wrong usage (status 2).
     """
@@ -154,46 +146,31 @@ def _parser() -> argparse.ArgumentParser:
 def _verify(given: argparse.Namespace) -> Report:
     """Read the whole checkpoint, and return the report."""
     path, kind = find_checkpoint(given.path)
-    begin = time.monotonic()
-    # The native format has checksums. For other formats, reading every tensor is the
-    # check.
-    read = _verify_native(path, given) if kind == NATIVE else 0
+    begin, weights = time.monotonic(), given.weights_only
+    wanted = not given.json
+    # The native format has checksums, whose reader tells a damaged manifest, too.
+    if kind == NATIVE:
+        with Progress("reading", wanted=wanted) as line:
+            found = verify(path, progress=line.show)
+        if not found:
+            raise CheckpointError("\n".join(found.problems))
     with open_source(path) if kind == NATIVE else open_whole(path) as source:
-        if kind != NATIVE:
-            total = nbytes_of(source, weights_only=given.weights_only)
-            with progress("reading", total, wanted=not given.json) as advance:
+        if kind == NATIVE:
+            read = found.nbytes
+        else:
+            # For other formats, reading every tensor is the check.
+            total = nbytes_of(source, weights_only=weights)
+            with Progress("reading", total, wanted=wanted) as line:
                 read = check_readable(
-                    source, weights_only=given.weights_only, progress=advance
+                    source, weights_only=weights, progress=line.advance
                 )
         return {
             "path": path,
             "format": kind,
-            **_summary(source, weights_only=given.weights_only),
+            **_summary(source, weights_only=weights),
             "bytes_read": read,
             "seconds": round(time.monotonic() - begin, 2),
         }
-
-
-def _verify_native(path: str, given: argparse.Namespace) -> int:
-    """Verify every checksum, and return the bytes that were read."""
-    # The manifest has the sizes, wherever the files lie; a damaged one has none.
-    try:
-        total = sum(file.payload_nbytes for file in read_manifest(path)[0].files)
-    except CheckpointError:
-        total = 0
-    with progress("reading", total, wanted=not given.json) as advance:
-        before = 0
-
-        # ``verify`` reports the total so far; ``advance`` takes the increment.
-        def tell(done: int, _: int) -> None:
-            nonlocal before
-            advance(done - before)
-            before = done
-
-        found = verify(path, progress=tell)
-    if not found:
-        raise CheckpointError("\n".join(found.problems))
-    return found.nbytes
 
 
 def _write(given: argparse.Namespace) -> Report:
@@ -208,14 +185,14 @@ def _write(given: argparse.Namespace) -> Report:
         # DCP stores a tied parameter once per name.
         if given.to == DCP:
             total += sum(source.model[kept].nbytes for kept in source.aliases.values())
-        with progress("writing", total, wanted=not given.json) as advance:
+        with Progress("writing", total, wanted=not given.json) as line:
             left_out = convert(
                 source,
                 given.destination,
                 given.to,
                 weights_only=given.weights_only,
                 max_shard_bytes=given.max_shard_size,
-                progress=advance,
+                progress=line.advance,
             )
         return {
             "path": str(given.destination),

@@ -30,13 +30,14 @@ _VARIABLES = re.compile(
 def _run(given: argparse.Namespace) -> Report:
     """Return the facts about this installation and this machine."""
     built = {name: getattr(torch.version, name, None) for name in ("cuda", "hip")}
-    names = ("gloo", "nccl", "mpi") if dist.is_available() else ()
-    there = {name: getattr(dist, f"is_{name}_available")() for name in names}
-    backends = {name: "yes" if there[name] else "no" for name in names}
-    # With NCCL the version matters more than the presence.
-    if there.get("nccl"):
-        number: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # untyped in torch
-        backends["nccl"] = ".".join(map(str, number))
+    backends = {}
+    for name in ("gloo", "nccl", "mpi") if dist.is_available() else ():
+        there = getattr(dist, f"is_{name}_available")()
+        backends[name] = "yes" if there else "no"
+        # With NCCL the version matters more than the presence.
+        if there and name == "nccl":
+            number: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # untyped in torch
+            backends[name] = ".".join(map(str, number))
     # No GPU is initialized by its properties, so other programs lose no memory.
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return {

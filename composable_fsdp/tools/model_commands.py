@@ -24,9 +24,10 @@ from composable_fsdp.tools.command import BAD, USAGE, Command, Report
 from composable_fsdp.tools.fake_world import simulated_meshes
 from composable_fsdp.tools.fit import at_world_sizes, fit
 from composable_fsdp.tools.machine import Machine
+from composable_fsdp.tools.memory import Activations
 from composable_fsdp.tools.model_units import NoSplitPolicy, guess_units, unit_names
 from composable_fsdp.tools.plan import plan
-from composable_fsdp.tools.sharding_plan import Forecast, forecast
+from composable_fsdp.tools.sharding_plan import Forecast, ShardingPlan, forecast
 from composable_fsdp.tools.simulate import simulate
 from composable_fsdp.tools.simulated_clock import Clock
 from composable_fsdp.tools.simulated_world import simulated_world
@@ -34,7 +35,7 @@ from composable_fsdp.tools.simulation import Simulation
 
 
 def _plan(given: argparse.Namespace) -> Report:
-    """Make the plan, and return its report."""
+    """Make the plan, and return its report; a key that is absent was not asked for."""
     # ``--hf`` is another way to write a MODEL.
     targets = [*given.models, *([given.hf] if given.hf else [])]
     if len(targets) != 1:
@@ -42,92 +43,90 @@ def _plan(given: argparse.Namespace) -> Report:
             f"plan expects one MODEL, got {len(targets)}. Write MODULE:FUNCTION or the "
             "path of a config.json; see --help."
         )
-    # Measuring activations sends, and so does planning for other dtypes.
-    with _job(given) as mesh:
-        return _report_of(targets[0], given, mesh)
-
-
-def _report_of(
-    target: str, given: argparse.Namespace, mesh: DeviceMesh | None
-) -> Report:
-    """Return the report of a model that is built now."""
-    model, options, units_from = _asked(target, given, mesh)
-    inputs, cut = model.inputs, given.tensor_parallel_size or 1
-    planned = plan(model.module, world_size=given.world_size // cut, **options)
-    activations = None
     if (given.compile or given.float8) and not given.time:
         raise PlanError("--compile and --float8 need --time, as --time h100.")
-    for option in ("checkpointing", "time"):
-        if getattr(given, option) and inputs is None:
-            raise PlanError(f"--{option} needs --batch, as --batch 1x4096.")
-    # The report says if activations are left out.
-    if inputs is not None:
-        if plan_models.is_sharded(model.module):
-            raise PlanError(
-                f"plan counts activations before sharding, and {model.source} shards "
-                "its model itself. Let the function return the model after "
-                "parallelize_module and select --units, leave the batch out, or run "
-                "simulate."
-            )
-        activations = measure_activations(
-            model.module,
+    cut = given.tensor_parallel_size or 1
+    # Measuring activations sends, and so does planning for other dtypes.
+    with _job(given) as mesh:
+        model, options, units_from = _asked(targets[0], given, mesh)
+        planned = plan(model.module, world_size=given.world_size // cut, **options)
+        found = forecast(
             planned,
-            inputs,
-            loss=model.loss,
-            batch="x".join(map(str, given.batch or ())) or None,
-            checkpointing=given.checkpointing,
+            optimizer=given.optimizer,
+            activations=_activations(model, planned, given),
         )
-    found = forecast(planned, optimizer=given.optimizer, activations=activations)
-    # A plan has the collectives of sharding; the model's own depend on its forward.
-    own = (
-        f"collectives over the {cut} tensor-parallel ranks are not counted; `python "
-        "-m composable_fsdp simulate` counts them"
-    )
-    report = plan_report.report_of(
-        found,
-        source=model.source,
-        units_from=units_from,
-        tensor_parallel_size=given.tensor_parallel_size,
-        notes=[*model.notes, *([own] if cut > 1 else [])],
-    )
-    _answer(report, found, given)
+        # A plan has the collectives of sharding; the model's own are in its forward.
+        own = (
+            f"collectives over the {cut} tensor-parallel ranks are not counted; "
+            "`python -m composable_fsdp simulate` counts them"
+        )
+        report = plan_report.report_of(
+            found,
+            source=model.source,
+            units_from=units_from,
+            tensor_parallel_size=given.tensor_parallel_size,
+            notes=[*model.notes, *([own] if cut > 1 else [])],
+        )
+        if given.gpu_memory is not None:
+            report["fit"] = fit(found, given.gpu_memory, cut)
+        if given.time:
+            report["time"] = _time(found, given)
+            dtypes = [d for unit in found.plan.units for _, d in unit.with_dtypes]
+            if any(each.compute.itemsize > 2 for each in dtypes):
+                report["warnings"].append(
+                    "the estimated time counts matrix products in float32 at the speed "
+                    "of bfloat16; pass --param-dtype bfloat16"
+                )
+        if given.world_sizes:
+            sizes = given.world_sizes, cut, given.gpu_memory
+            report["world_sizes"] = at_world_sizes(found, *sizes)
+        if given.plot:
+            plan_report.draw_memory(given.plot, found, given.gpu_memory)
+            # The report says where the picture is, also in JSON.
+            report["plot"] = str(given.plot)
     return report
 
 
-def _answer(report: Report, found: Forecast, given: argparse.Namespace) -> None:
-    """Add what further options ask for; a key that is absent was not asked for."""
-    cut = given.tensor_parallel_size or 1
-    if given.gpu_memory is not None:
-        report["fit"] = fit(found, given.gpu_memory, cut)
-    if given.time and found.activations is not None:
-        time = found.plan.step_time(
-            given.time,
-            found.activations,
-            optimizer=given.optimizer,
-            compiled=given.compile,
-            float8=given.float8,
+def _activations(
+    model: plan_models.Model, planned: ShardingPlan, given: argparse.Namespace
+) -> Activations | None:
+    """Return the activations of the batch, if there is a batch."""
+    # The report says if activations are left out.
+    if model.inputs is None:
+        for option in ("checkpointing", "time"):
+            if getattr(given, option):
+                raise PlanError(f"--{option} needs --batch, as --batch 1x4096.")
+        return None
+    if plan_models.is_sharded(model.module):
+        raise PlanError(
+            f"plan counts activations before sharding, and {model.source} shards its "
+            "model itself. Let the function return the model after parallelize_module "
+            "and select --units, leave the batch out, or run simulate."
         )
-        how = ["compiled" if given.compile else "eager", *["float8"] * given.float8]
-        report["time"] = {
-            "machine": given.time,
-            "step": ", ".join(how),
-            **time._asdict(),
-            "tokens_per_second": time.tokens_per_second,
-        }
-        dtypes = [d for unit in found.plan.units for _, d in unit.with_dtypes]
-        if any(each.compute.itemsize > 2 for each in dtypes):
-            report["warnings"].append(
-                "the estimated time counts matrix products in float32 at the speed of "
-                "bfloat16; pass --param-dtype bfloat16"
-            )
-    if given.world_sizes:
-        report["world_sizes"] = at_world_sizes(
-            found, given.world_sizes, cut, given.gpu_memory
-        )
-    if given.plot:
-        plan_report.draw_memory(given.plot, found, given.gpu_memory)
-        # The report says where the picture is, also in JSON.
-        report["plot"] = str(given.plot)
+    return measure_activations(
+        model.module,
+        planned,
+        model.inputs,
+        loss=model.loss,
+        batch="x".join(map(str, given.batch or ())) or None,
+        checkpointing=given.checkpointing,
+    )
+
+
+def _time(found: Forecast, given: argparse.Namespace) -> Report:
+    """Return the estimated time of a step."""
+    assert found.activations is not None
+    how = {"compiled": given.compile, "float8": given.float8}
+    time = found.plan.step_time(
+        given.time, found.activations, optimizer=given.optimizer, **how
+    )
+    words = ["compiled" if given.compile else "eager", *["float8"] * given.float8]
+    return {
+        "machine": given.time,
+        "step": ", ".join(words),
+        **time._asdict(),
+        "tokens_per_second": time.tokens_per_second,
+    }
 
 
 def _show_plan(found: Report) -> None:
@@ -252,8 +251,8 @@ def _chosen_of(
     model: plan_models.Model, given: argparse.Namespace
 ) -> tuple[dict[str, Any], str]:
     """Return the policy or the units that the arguments select, and how they do."""
-    number, classes = given.min_parameters, given.unit_class
-    if sum(map(bool, (number, classes, given.units))) > 1:
+    number, classes, units = given.min_parameters, given.unit_class, given.units
+    if sum(map(bool, (number, classes, units))) > 1:
         raise PlanError(
             "--units, --unit-class and --min-parameters select all units each; give "
             "one of them."
@@ -264,27 +263,20 @@ def _chosen_of(
     if classes:
         text = f"modules of class {', '.join(classes)}"
         return {"policy": NoSplitPolicy(classes)}, text
-    if given.units:
-        return {"units": given.units}, ", ".join(given.units)
     # A function of MODEL that shards has chosen its units itself.
-    if plan_models.is_sharded(model.module):
+    if not units and plan_models.is_sharded(model.module):
         return {}, f"those that {model.source} shards"
-    names, units_from = guess_units(model.module)
-    return {"units": names}, units_from
+    names, text = (units, ", ".join(units)) if units else guess_units(model.module)
+    return {"units": names}, text
 
 
 def _options_of(given: argparse.Namespace) -> dict[str, Any]:
     """Return the options of ``fully_shard`` that the arguments select."""
-    # Without a dtype there is no mixed precision, as in ``fully_shard``.
-    mixed = None
-    if given.param_dtype or given.reduce_dtype:
-        mixed = MixedPrecision(
-            param_dtype=DTYPES.get(given.param_dtype),
-            reduce_dtype=DTYPES.get(given.reduce_dtype),
-        )
+    low = [DTYPES.get(each) for each in (given.param_dtype, given.reduce_dtype)]
     found = {
         "strategy": STRATEGIES[given.strategy],
-        "mixed_precision": mixed,
+        # Without a dtype there is no mixed precision, as in ``fully_shard``.
+        "mixed_precision": MixedPrecision(*low) if any(low) else None,
         "cpu_offload": CPUOffload(offload_params=True) if given.cpu_offload else None,
         "backward_prefetch": PREFETCH[given.backward_prefetch],
         "forward_prefetch": given.forward_prefetch,
@@ -295,11 +287,10 @@ def _options_of(given: argparse.Namespace) -> dict[str, Any]:
     }
     # Without defaults, which a function that shards by itself would be asked to change;
     # "error" is that of ``tied_params``, which is no option of a unit.
-    default = UnitOptions()
     return {
         name: each
         for name, each in found.items()
-        if each != getattr(default, name, "error")
+        if each != getattr(UnitOptions(), name, "error")
     }
 
 
