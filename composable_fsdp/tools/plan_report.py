@@ -6,7 +6,6 @@ from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from composable_fsdp.config import Block
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import listed, size_text
 from composable_fsdp.planning.unit_plan import UnitPlan
@@ -101,7 +100,6 @@ def report_of(
         "host_bytes": found.host_bytes,
         "save_bytes": found.save_bytes,
         "step": _traffic(plan.traffic),
-        "owners": list(_owners(plan)),
         "further": list(_further(found)),
         "warnings": [*notes, *plan.warnings],
     }
@@ -174,17 +172,6 @@ def _further(found: Any) -> Iterator[str]:
             )
 
 
-def _owners(plan: Any) -> Iterator[str]:
-    """Yield a sentence on ``map_on_owners``, for plans with ``Block.TENSOR``."""
-    if any(unit.options.block is Block.TENSOR for unit in plan.units):
-        found = plan.owners()
-        count = len(found.owners)
-        yield (
-            f"map_on_owners over {count} matri{'x' if count == 1 else 'ces'}, from the "
-            f"rank with most: {_sent(_traffic(found.most))}"
-        )
-
-
 def _traffic(traffic: Traffic) -> Report:
     """Return calls and bytes of each kind of collective."""
     found = traffic.by_op().items()
@@ -206,7 +193,7 @@ def text_of(report: Report, width: int | None = None) -> str:
     """Return the report as text; tables leave columns out to keep to ``width``."""
     lines = [_headline(report), *_units(report, width), *_peak(report), ""]
     lines.append(f"Per step and rank: {_sent(report['step'])}.")
-    lines += [*(f"{line}." for line in report["owners"]), *report["further"]]
+    lines += report["further"]
     if report["host_bytes"]:
         lines.append(
             f"On the host: {size_text(report['host_bytes'])} per rank (parameters, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -10,7 +10,6 @@ from math import prod
 from operator import or_
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from composable_fsdp.config import DeviceType
@@ -29,7 +28,6 @@ from composable_fsdp.tools.memory import (
     StepMoment,
     optimizer_memory,
 )
-from composable_fsdp.tools.owner_plan import OwnerPlan, plan_owners
 from composable_fsdp.tools.plan_report import report_of, text_of
 from composable_fsdp.tools.step_memory import StepMemory, memory_of_step
 from composable_fsdp.tools.step_time import StepTime, time_of_step
@@ -136,21 +134,6 @@ class ShardingPlan:
                 zip(self.units, self._flows(), strict=True)
             )
         ]
-
-    def owners(
-        self, names: Iterable[str] | None = None, *, dtype: torch.dtype | None = None
-    ) -> OwnerPlan:
-        """Return the owner of each matrix in ``map_on_owners``, and bytes of a call.
-
-        Args:
-            names: the matrices by name from the model, in the order of the call.
-                Default None: all trainable parameters of two dims, unit by unit.
-            dtype: as in ``map_on_owners``. Default None: the dtype of each parameter.
-
-        Returns: the owners; ``traffic(rank)`` are the bytes of a rank.
-        Raises: PlanError, for a name that no unit has.
-        """
-        return plan_owners(self.units, names, dtype=dtype)
 
     def _flows(self) -> list[bool]:
         """Return whether gradients flow through each unit."""

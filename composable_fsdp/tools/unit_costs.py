@@ -19,7 +19,7 @@ copy engines of GPUs."""
 
 
 class Traffic(NamedTuple):
-    """Collectives and their bytes, per rank: of a training step, or of a call.
+    """Collectives and their bytes of a training step, per rank.
 
     Regions whose collectives are issued together count as a single call. Bytes are
     those of the whole buffer that a collective fills or reduces (``padded_numel`` x
@@ -35,8 +35,6 @@ class Traffic(NamedTuple):
     all_reduce_bytes: int = 0
     all_to_all_calls: int = 0
     all_to_all_bytes: int = 0
-    broadcast_calls: int = 0
-    broadcast_bytes: int = 0
 
     def __add__(self, other: tuple[int, ...]) -> Traffic:  # type: ignore[override]
         """Return the sum by field, where a tuple would be appended."""

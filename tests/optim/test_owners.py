@@ -32,8 +32,6 @@ from composable_fsdp.access import full_shape
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.config import RowBlock
 from composable_fsdp.features import OwnerState, flat_parameters, map_on_owners
-from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.runtime.traffic import counts
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
 from tests.support.sharded import RankCount, message_of
@@ -221,48 +219,6 @@ def test_muon_is_muon_whatever_shards_may_not_cut(
         for rows, parameter in zip(held, model.parameters(), strict=True):
             # Only the last block of a matrix has fewer rows.
             assert parameter.shape[0] % block.n in (0, rows % block.n)
-
-
-PLANNED: dict[str, Callable[[World], dict[str, Any]]] = {
-    **OPTIONS,
-    "whole": lambda _: {"block": Block.TENSOR},
-    "rows": lambda _: {"block": Block.rows(4)},
-}
-
-
-@pytest.mark.req("M-05")
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", PLANNED)
-@on_ranks(4)
-def test_the_plan_knows_owners_and_bytes(
-    world: World, name: str, dtype: torch.dtype | None
-) -> None:
-    """What a call sends from this rank, and which matrices this rank computes."""
-    model = sharded("composable", **PLANNED[name](world))
-    named = dict(model.named_parameters())
-    owners = plan(model).owners(named, dtype=dtype)
-    names = {id(p): fqn for fqn, p in named.items()}
-    seen: list[str] = []
-
-    def note(whole: Tensor, parameter: Tensor) -> Tensor:
-        seen.append(names[id(parameter)])
-        return whole
-
-    with record() as calls:
-        map_on_owners(
-            named.values(), [p.detach() for p in named.values()], note, dtype=dtype
-        )
-
-    groups = _get_fsdp_handles(model)[0].groups
-    replica = 0 if groups.replicate is None else groups.replicate.rank()
-    here = replica, groups.rank
-    assert set(seen) == {fqn for fqn, owner in owners.owners.items() if owner == here}
-    sent, found = counts(calls), owners.traffic(groups.rank, replica=replica)
-    assert [sent.get(op, (0, 0)) for op in ("all_to_all", "broadcast")] == [
-        (found.all_to_all_calls, found.all_to_all_bytes),
-        (found.broadcast_calls, found.broadcast_bytes),
-    ]
-    assert found.all_to_all_bytes <= owners.most.all_to_all_bytes
 
 
 @on_ranks(2)
