@@ -62,7 +62,23 @@ class DescribedUnit:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the unit for JSON."""
-        plan = self.plan
+        plan, sizes = self.plan, ("numel", "padded_numel", "shard_numel", "trainable")
+        regions = [
+            {
+                "dtype": dtype_name(region.dtype),
+                **{name: getattr(region, name) for name in sizes},
+                "parameters": [
+                    {
+                        "names": list(self.names[slot.index]),
+                        "shape": list(slot.shape),
+                        "offset": slot.offset,
+                        "shards": [p._asdict() for p in self.parts(region, slot)],
+                    }
+                    for slot in region.parameters
+                ],
+            }
+            for region in plan.regions
+        ]
         # Whole numbers and names alone, so that the JSON can be compared as text.
         found: dict[str, Any] = {
             "name": plan.fqn,
@@ -71,7 +87,7 @@ class DescribedUnit:
             "ranks": list(self.ranks),
             "replicas": plan.replicas,
             "bytes_per_rank": plan.parameter_bytes,
-            "regions": [self._region(region) for region in plan.regions],
+            "regions": regions,
             "strategy": plan.options.strategy.name,
             "device": self.device,
             "offloaded": plan.is_offloaded,
@@ -79,30 +95,13 @@ class DescribedUnit:
         # Most units have the same parameters on all ranks.
         return {**found, "experts": list(self.experts)} if self.experts else found
 
-    def _region(self, region: RegionLayout) -> dict[str, Any]:
-        """Return a region for JSON."""
-        sizes = ("numel", "padded_numel", "shard_numel", "trainable")
-        return {
-            "dtype": dtype_name(region.dtype),
-            **{name: getattr(region, name) for name in sizes},
-            "parameters": [
-                {
-                    "names": list(self.names[slot.index]),
-                    "shape": list(slot.shape),
-                    "offset": slot.offset,
-                    "shards": [p._asdict() for p in self.parts(region, slot)],
-                }
-                for slot in region.parameters
-            ],
-        }
-
     def lines(self, name: str, times: int) -> Iterator[str]:
         """Yield the lines of ``times`` equal units, of their regions and parameters."""
         plan = self.plan
         replicas = f" x {plan.replicas} replicas" if plan.replicas > 1 else ""
+        several = f" ({times} x)" if times > 1 else ""
         words = [
-            f"{name} {plan.class_name}".rstrip()
-            + (f" ({times} x)" if times > 1 else ""),
+            f"{name} {plan.class_name}".rstrip() + several,
             f"{self.state} over {counted(len(self.ranks), 'rank')}{replicas}",
             f"other experts on ranks {list(self.experts)}" if self.experts else "",
             f"{size_text(plan.parameter_bytes)} per rank",
@@ -111,16 +110,11 @@ class DescribedUnit:
             "shards on the host" if plan.is_offloaded else "",
         ]
         yield ", ".join(filter(None, words))
-        yield from self._parameter_lines(own_names=times == 1)
-
-    def _parameter_lines(self, *, own_names: bool) -> Iterator[str]:
-        """Yield the lines of regions and parameters."""
-        plan = self.plan
         # The names of equal units differ, so those from the unit stand for all. Columns
         # are as wide as the widest entry of the unit.
-        slots = [slot for region in plan.regions for slot in region.parameters]
+        slots = [slot for slot, _ in plan.slots]
         names = {
-            slot.index: " = ".join(self.names[slot.index] if own_names else slot.fqns)
+            slot.index: " = ".join(self.names[slot.index] if times == 1 else slot.fqns)
             for slot in slots
         }
         width = max(map(len, names.values()), default=0)
@@ -136,11 +130,8 @@ class DescribedUnit:
                 whole = "" if slot.whole is None else f", {slot.whole}"
                 # Shards of ``Block.ELEMENT`` may begin inside a row.
                 rows = plan.options.keeps_rows and len(slot.shape) > 1 and slot.numel
-                held = _held(
-                    self.parts(region, slot),
-                    slot.numel // slot.shape[0] if rows else None,
-                    slot.numel,
-                )
+                row = slot.numel // slot.shape[0] if rows else None
+                held = _held(self.parts(region, slot), row, slot.numel)
                 yield (
                     f"    {names[slot.index]:{width}}  {slot.shape!s:{shapes}}  "
                     f"{held or 'no elements'}{whole}"
@@ -159,11 +150,6 @@ class DescribedTensor(NamedTuple):
     """Further names, if the tensor is tied."""
     parts: tuple[HeldPart, ...] = ()
     """In a checkpoint of ``save``, the elements that each rank has written."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the tensor for JSON."""
-        found = {**self._asdict(), "shape": list(self.shape), "also": list(self.also)}
-        return {**found, "parts": [part._asdict() for part in self.parts]}
 
 
 @dataclass(frozen=True)
@@ -186,7 +172,15 @@ class Description:
         found: dict[str, Any] = {
             "title": self.title,
             "units": [unit.as_dict() for unit in self.units],
-            "tensors": [each.as_dict() for each in self.tensors],
+            "tensors": [
+                {
+                    **each._asdict(),
+                    "shape": list(each.shape),
+                    "also": list(each.also),
+                    "parts": [part._asdict() for part in each.parts],
+                }
+                for each in self.tensors
+            ],
         }
         # A model has no optimizer, and safetensors files have none.
         return {**found, "optimizer": self.optimizer} if self.optimizer else found
@@ -221,6 +215,11 @@ class Description:
         return "\n".join(map(printable, lines))
 
 
+def _tensor(name: str, kind: str, found: Any, *more: Any) -> DescribedTensor:
+    """Return the description of a tensor, or of a saved one."""
+    return DescribedTensor(name, kind, dtype_name(found.dtype), (*found.shape,), *more)
+
+
 def _held(parts: Iterable[HeldPart], row: int | None = None, whole: int = -1) -> str:
     """Return which rank holds which elements, or rows of ``row`` elements."""
     words = []
@@ -252,7 +251,6 @@ def describe(what: nn.Module | str | PathLike[str]) -> Description:
     >>> describe("runs/step-100").tensors[0].parts
     (HeldPart(rank=0, start=0, stop=16),)
     """
-    # A module is no path, and a path is no module, so one function takes both.
     if isinstance(what, nn.Module):
         return _of_model(what)
     if not isinstance(what, (str, PathLike)):
@@ -285,12 +283,7 @@ def _of_model(model: nn.Module) -> Description:
         type(model).__name__,
         tuple(_unit_of(fqn, state, names) for fqn, state in states),
         tuple(
-            DescribedTensor(
-                join_name(fqn, key),
-                kind,
-                dtype_name(tensor.dtype),
-                tuple(tensor.shape),
-            )
+            _tensor(join_name(fqn, key), kind, tensor)
             for fqn, module in walk.named(model)
             for kind, table in (
                 ("parameter", module._parameters),
@@ -347,25 +340,12 @@ def _of_checkpoint(path: str | PathLike[str]) -> Description:
             each.fqns[0]: _parts(each) for each in (native.tensors if native else ())
         }
         tensors = [
-            DescribedTensor(
-                name,
-                "tensor",
-                dtype_name(info.dtype),
-                info.shape,
-                also.get(name, ()),
-                parts.get(name, ()),
-            )
+            _tensor(name, "tensor", info, also.get(name, ()), parts.get(name, ()))
             for name, info in source.model.items()
         ]
         # Tensors that ranks have saved for themselves.
         tensors += [
-            DescribedTensor(
-                each.fqns[0],
-                f"tensor of rank {rank}",
-                dtype_name(each.dtype),
-                each.shape,
-                tuple(each.fqns[1:]),
-            )
+            _tensor(each.fqns[0], f"tensor of rank {rank}", each, tuple(each.fqns[1:]))
             for rank, local in enumerate(native.local if native else ())
             for each in local.tensors
         ]
