@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
@@ -107,6 +108,10 @@ def measure_activations(
             # The output stays alive in the caller of a training step, as here.
             (loss or default_loss)(output).backward()  # type: ignore[no-untyped-call]
         del output
+    again: dict[str, Any] = {"loss": loss, "batch": text}
+    again |= {"plan": plan, "inputs": given, "checkpointing": checkpointing}
+    first = next(iter(tensors_of(given)), torch.empty(()))
+    ids = not first.is_floating_point() and not first.is_complex()
     # The log enters units as their forwards begin. Models need not run their modules in
     # the order of ``.modules()``: CLIP registers the text model first and runs the
     # vision model first.
@@ -115,27 +120,11 @@ def measure_activations(
         log.measured(),
         tuple(log.begun),
         checkpointing,
-        measure=partial(
-            measure_activations,
-            module,
-            plan=plan,
-            inputs=given,
-            loss=loss,
-            batch=text,
-            checkpointing=checkpointing,
-        ),
+        measure=partial(measure_activations, module, **again),
         work=log.work,
-        tokens=_tokens(given),
+        # A scalar has no rows.
+        tokens=first.numel() if ids else (*first.shape, 1)[0],
     )
-
-
-def _tokens(given: Any) -> int:
-    """Return the number of ids in a batch, or of rows."""
-    first = next(iter(tensors_of(given)), None)
-    if first is None or not first.ndim:
-        return 1
-    ids = not first.is_floating_point() and not first.is_complex()
-    return first.numel() if ids else first.shape[0]
 
 
 def _stand_in(module: nn.Module, plan: ShardingPlan, stack: ExitStack) -> list[Tensor]:
@@ -152,41 +141,30 @@ def _stand_in(module: nn.Module, plan: ShardingPlan, stack: ExitStack) -> list[T
     for prefix, each in walk.named(module):
         tables: tuple[dict[str, Any], ...] = (each._parameters, each._buffers)
         for table in tables:
-            plain = dict(table)
+            plain = {name: value for name, value in table.items() if value is not None}
             stack.callback(table.update, plain)
             for name, value in plain.items():
-                if value is None:
-                    continue
                 # Parameters that no unit holds keep their dtype.
                 dtype = compute.get(join_name(prefix, name), value.dtype)
-                is_buffer = table is each._buffers
-                if is_buffer and mixed and value.is_floating_point():
+                if table is each._buffers and mixed and value.is_floating_point():
                     dtype = mixed.buffer_dtype or dtype
                 # A parameter that is tied to another has a stand-in of its own:
                 # autograd would keep the first of its gradients to itself, and the plan
                 # counts that gradient. Sizes of a DTensor are those of a rank's part;
                 # the whole is on no rank.
-                made = _like_dtensor(fake_like(local_of(value), dtype), value)
+                made = fake_like(local_of(value), dtype)
+                if is_dtensor(value):
+                    made = type(value).from_local(
+                        made,
+                        value.device_mesh,
+                        value.placements,
+                        run_check=False,
+                        shape=value.shape,
+                        stride=value.stride(),
+                    )
                 found.append(made.requires_grad_(value.requires_grad))
                 table[name] = made
     return found
-
-
-def _like_dtensor(local: Tensor, tensor: Any) -> Tensor:
-    """Return a DTensor placed as ``tensor``, of ``local``; ``local`` if it is none."""
-    if not is_dtensor(tensor):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    made: Tensor = DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
-    return made
 
 
 def _checkpoint_units(module: nn.Module, plan: ShardingPlan, stack: ExitStack) -> None:

@@ -66,29 +66,22 @@ def byte_size(text: str) -> int:
     return number
 
 
-def _count(text: str) -> int:
-    """Return a positive number; "1e9" and "70_000" are numbers, too."""
-    number = _number(text)
-    if not number.is_integer() or number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return int(number)
-
-
-def _bound(text: str) -> float:
-    """Return a finite number of 0 or above."""
-    found = _number(text)
+def _number(text: str, *, whole: bool = False) -> float:
+    """Return a finite number of 0 or above; "1e9" and "70_000" are numbers, too."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
     # A comparison with NaN is always false, so NaN would accept everything.
-    if not 0 <= found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 or above")
+    if not 0 <= found < math.inf or (whole and (found < 1 or not found.is_integer())):
+        what = "positive whole number" if whole else "number of 0 or above"
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
     return found
 
 
-def _number(text: str) -> float:
-    """Return the number that ``text`` is; NaN if it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def _count(text: str) -> int:
+    """Return a positive whole number."""
+    return int(_number(text, whole=True))
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -135,7 +128,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "": {"action": "store_true"},
     "N": {"type": _count},
     "N,N": {"type": lambda text: tuple(map(_count, _words(text)))},
-    "X": {"type": _bound},
+    "X": {"type": _number},
     "SIZE": {"type": byte_size},
     "BxT": {"type": _shape},
     "NAMES": {"type": _words},

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,19 +25,14 @@ MOST_RANKS = 1 << 17
 """The largest world size that ``smallest_world_size`` tries."""
 
 
-class _Change(NamedTuple):
-    """A change of the plan: for a reader, for the command line, and for ``replan``."""
-
-    text: str
-    option: str
-    changes: Mapping[str, Any]
-    matters: bool
+_Change = tuple[str, str, dict[str, Any]]
+"""A change of the plan: for a reader, for the command line, and for ``replan``."""
 
 
 def fit(found: Forecast, capacity: int, cut: int = 1) -> dict[str, Any]:
     """Return whether ``found`` fits into ``capacity`` bytes, and what else would."""
-    fits = found.total <= capacity
     smallest = smallest_world_size(found, capacity)
+    fits = found.total <= capacity
     return {
         "capacity": capacity,
         "fits": fits,
@@ -57,7 +52,7 @@ def _what_helps(found: Forecast, capacity: int) -> list[dict[str, Any]]:
         return found.activations.measure(plan=plan, checkpointing=again)
 
     def total(chosen: Sequence[_Change]) -> int:
-        given = {name: value for each in chosen for name, value in each.changes.items()}
+        given = {name: value for each in chosen for name, value in each[2].items()}
         kept = found.activations
         if kept is not None and {"mixed_precision", "checkpointing"} & given.keys():
             again = given.pop("checkpointing", kept.checkpointed)
@@ -79,8 +74,8 @@ def _what_helps(found: Forecast, capacity: int) -> list[dict[str, Any]]:
             elif size == 1 or needed <= capacity:
                 changes.append(
                     {
-                        "change": " and ".join(each.text for each in chosen),
-                        "options": " ".join(each.option for each in chosen),
+                        "change": " and ".join(text for text, _, _ in chosen),
+                        "options": " ".join(option for _, option, _ in chosen),
                         "bytes": needed,
                         "fits": needed <= capacity,
                     }
@@ -146,54 +141,58 @@ def _changes(found: Forecast) -> list[_Change]:
     full, hybrid = ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD
     strategy = hybrid if any(o.strategy in HYBRID for o in options) else full
     activations = found.activations
-    low = MixedPrecision(param_dtype=torch.bfloat16)
-    offload = CPUOffload(offload_params=True)
     name = strategy.name.lower().replace("_", "-")
     # In the order of what a user loses: first memory for time, at last the host.
-    rows = [
-        _Change(
-            f"strategy={strategy.name}",
-            f"--strategy {name}",
-            {"strategy": strategy},
+    rows: list[tuple[bool, _Change]] = [
+        (
             any(o.strategy not in (full, hybrid) for o in options),
+            (f"strategy={strategy.name}", f"--strategy {name}", {"strategy": strategy}),
         ),
-        _Change(
-            "one shard group of all ranks, without replicas",
-            "--strategy full-shard, without --shard-world-size",
-            {"shard_world_size": plan.world_size, "strategy": full},
+        (
             # NO_SHARD has replicas without groups, and FULL_SHARD is its change.
             any(u.shard_world_size > 1 and u.replicas > 1 for u in units),
+            (
+                "one shard group of all ranks, without replicas",
+                "--strategy full-shard, without --shard-world-size",
+                {"shard_world_size": plan.world_size, "strategy": full},
+            ),
         ),
-        _Change(
-            "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)",
-            "--param-dtype bfloat16",
-            {"mixed_precision": low},
+        (
             any(o.mixed_precision is None for o in options),
+            (
+                "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)",
+                "--param-dtype bfloat16",
+                {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+            ),
         ),
-        _Change(
-            "backward_prefetch=None",
-            "--backward-prefetch none",
-            {"backward_prefetch": None},
+        (
             any(o.backward_prefetch is not None for o in options),
+            (
+                "backward_prefetch=None",
+                "--backward-prefetch none",
+                {"backward_prefetch": None},
+            ),
         ),
-        _Change(
-            "block=Block.ELEMENT",
-            "--block element",
-            {"block": Block.ELEMENT},
+        (
             # Less padding is not worth sharded parameters of one dimension.
             plan.padded_numel > 1.01 * plan.numel,
+            ("block=Block.ELEMENT", "--block element", {"block": Block.ELEMENT}),
         ),
-        _Change(
-            "activation checkpointing of each unit",
-            "--checkpointing",
-            {"checkpointing": True},
+        (
             activations is not None and not activations.checkpointed,
+            (
+                "activation checkpointing of each unit",
+                "--checkpointing",
+                {"checkpointing": True},
+            ),
         ),
-        _Change(
-            "cpu_offload=CPUOffload(offload_params=True)",
-            "--cpu-offload",
-            {"cpu_offload": offload},
+        (
             not all(unit.is_offloaded for unit in units),
+            (
+                "cpu_offload=CPUOffload(offload_params=True)",
+                "--cpu-offload",
+                {"cpu_offload": CPUOffload(offload_params=True)},
+            ),
         ),
     ]
-    return [row for row in rows if row.matters]
+    return [change for matters, change in rows if matters]

@@ -272,11 +272,14 @@ def _chosen_of(
 
 def _options_of(given: argparse.Namespace) -> dict[str, Any]:
     """Return the options of ``fully_shard`` that the arguments select."""
-    low = [DTYPES.get(each) for each in (given.param_dtype, given.reduce_dtype)]
+    low = MixedPrecision(
+        param_dtype=DTYPES.get(given.param_dtype),
+        reduce_dtype=DTYPES.get(given.reduce_dtype),
+    )
     found = {
         "strategy": STRATEGIES[given.strategy],
         # Without a dtype there is no mixed precision, as in ``fully_shard``.
-        "mixed_precision": MixedPrecision(*low) if any(low) else None,
+        "mixed_precision": low if low != MixedPrecision() else None,
         "cpu_offload": CPUOffload(offload_params=True) if given.cpu_offload else None,
         "backward_prefetch": PREFETCH[given.backward_prefetch],
         "forward_prefetch": given.forward_prefetch,

@@ -185,13 +185,13 @@ def chosen_units(root: nn.Module, units: Iterable[object]) -> Chosen:
     found: dict[nn.Module, tuple[nn.Module, ...]] = {}
     taken: set[nn.Module] = set()
     for entry in units:
-        if isinstance(entry, (list, tuple, nn.ModuleList)):
-            groups = [[m for each in entry for m in _modules_of(each, names, order)]]
-        else:
-            groups = [[module] for module in _modules_of(entry, names, order)]
-        for group in groups:
+        is_list = isinstance(entry, (list, tuple, nn.ModuleList))
+        group = [
+            m for e in (entry if is_list else [entry]) for m in _of(e, names, order)
+        ]
+        for unit in [group] if is_list else [[module] for module in group]:
             # The first module in walking order gives the unit its name.
-            modules = tuple(sorted(dict.fromkeys(group), key=order.__getitem__))
+            modules = tuple(sorted(dict.fromkeys(unit), key=order.__getitem__))
             for module in modules:
                 refuse_container(module)
                 if module in taken:
@@ -213,7 +213,7 @@ def unit_names(root: nn.Module, units: Iterable[object] | None) -> list[list[str
     return [[walk.name_of(root, each) for each in group] for group in chosen.values()]
 
 
-def _modules_of(
+def _of(
     entry: object, names: Mapping[str, nn.Module], order: Mapping[nn.Module, int]
 ) -> list[nn.Module]:
     """Return the modules that an entry of ``units`` names."""
@@ -229,8 +229,15 @@ def _modules_of(
         raise TypeError(
             f"units expects modules, names, or lists of them, got {entry!r:.80}."
         )
-    # A name without wildcards matches itself.
-    matching = [names[name] for name in names if _matches(name, entry)]
+    # Component by component: a star that matched dots would take the modules inside of
+    # a block, too. A name without wildcards matches itself.
+    patterns = entry.split(".")
+    matching = [
+        module
+        for name, module in names.items()
+        if len(parts := name.split(".")) == len(patterns)
+        and all(map(fnmatchcase, parts, patterns))
+    ]
     # A typing error must not plan a model without units.
     if not matching:
         raise PlanError(
@@ -239,10 +246,3 @@ def _modules_of(
             "named_modules(); 'blocks.*' matches every block."
         )
     return matching
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether ``name`` matches ``pattern``, component by component."""
-    # A star that matched dots would take the modules inside of a block, too.
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))

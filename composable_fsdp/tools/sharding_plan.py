@@ -129,10 +129,8 @@ class ShardingPlan:
     def unit_traffic(self) -> list[Traffic]:
         """Return the collectives and bytes of a training step per unit."""
         return [
-            traffic_of(unit, is_root=i == 0, in_backward=flows)
-            for i, (unit, flows) in enumerate(
-                zip(self.units, self._flows(), strict=True)
-            )
+            traffic_of(unit, is_root=unit is self.units[0], in_backward=flows)
+            for unit, flows in zip(self.units, self._flows(), strict=True)
         ]
 
     def _flows(self) -> list[bool]:

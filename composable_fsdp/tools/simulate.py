@@ -19,8 +19,7 @@ from composable_fsdp.access.grads import clip_grad_norm_
 from composable_fsdp.config import DeviceType
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.errors import PlanError
-from composable_fsdp.flat.region import FlatParameter, TrainableRegion
-from composable_fsdp.naming import quoted
+from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.planning import walk
 from composable_fsdp.tools import fake_world, tensor_parallel
 from composable_fsdp.tools.machine import Machine
@@ -47,6 +46,60 @@ class _Step(NamedTuple):
     optimizer: torch.optim.Optimizer | None
     max_norm: float | None
     streams: bool
+
+    def run(self, clock: Clock, log: MemoryLog) -> None:
+        """Run a step, and name its tensors while gradients exist."""
+        clock.stage = "forward"
+        # The output stays alive in the caller of a training step, as here.
+        output = self.model(*self.inputs, **self.kwargs)
+        loss = self.loss(output)
+        clock.stage = "backward"
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.mark(log)
+        if self.max_norm is not None:
+            clock.stage = "clip"
+            clip_grad_norm_(self.model, self.max_norm)
+        if self.optimizer is not None:
+            clock.stage = "optimizer step"
+            self.optimizer.step()
+        # The states of the first step are new.
+        self.mark(log)
+        # The module frees its gradients, as ``set_to_none`` is torch's default.
+        clock.stage = "end of the step"
+        self.model.zero_grad()
+
+    def mark(self, log: MemoryLog) -> None:
+        """Say of which kind the storages are that exist now."""
+        # Later marks replace earlier ones, so the general ones come first.
+        log.mark(tensors_of((self.inputs, self.kwargs)), "activations")
+        log.mark(self.model.buffers(), "buffers")
+        log.mark(self.model.parameters(), "parameters")
+        log.mark((p.grad for p in self.model.parameters()), "gradients")
+        offloaded: set[int] = set()
+        for state in (state for _, _, state in walk_states(self.model)):
+            for region in state.handle.layout.regions:
+                # On CPU the host's memory is the device's.
+                on_host = self.streams and region.offload
+                kinds = ("host", "host") if on_host else ("parameters", "gradients")
+                log.mark([region.shard], kinds[0])
+                log.mark([region.gradient.shard], kinds[1])
+                if on_host:
+                    offloaded.update(map(id, region.leaves))
+                    grads = [leaf.grad for leaf in region.leaves]
+                    log.mark([*region.leaves, *grads], "host")
+                # Without a buffer of its own, the full region is the shard.
+                if region.full.is_cut:
+                    log.mark([region.full.buffer], "full")
+                if region.full.wire is not None:
+                    log.mark([region.full.wire.buffer], "full")
+                # Regions of frozen parameters have no reduce buffer.
+                if isinstance(region, TrainableRegion):
+                    log.mark([region.reduce.buffer], "reduce")
+        # States of offloaded parameters are beside them, in host memory.
+        states_of = {} if self.optimizer is None else self.optimizer.state
+        for parameter, found in states_of.items():
+            kind = "host" if id(parameter) in offloaded else "optimizer"
+            log.mark(tensors_of(found), kind)
 
 
 def simulate(
@@ -148,12 +201,12 @@ def simulate(
             made = _optimizer(optimizer, module, streams=streams)
             loss = loss or built.loss or fake_world.default_loss
             step = _Step(module, args, kwargs, loss, made, max_norm, streams)
-            _run(step, clock, log)
+            step.run(clock, log)
             # Cycles of the first step would be counted as living in the second.
             gc.collect()
             clock.restart()
             log.restart()
-            _run(step, clock, log)
+            step.run(clock, log)
             return Simulation(
                 plan(module),
                 device_type,
@@ -203,7 +256,15 @@ def _build(
     cut = mesh if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else None
     # A module is copied; a function makes a new module, on fake tensors, itself.
     if isinstance(model, nn.Module):
-        _check_plain(model)
+        dtensor = tensor_parallel.first_dtensor(model)
+        # Units and DTensors are of a world.
+        if is_sharded(model) or dtensor is not None:
+            what = "is sharded" if dtensor is None else f"has a DTensor, '{dtensor}',"
+            raise PlanError(
+                f"simulate got a module that {what} over the ranks of a process group. "
+                "Pass a function that makes the mesh, the module and its units; with "
+                "tensor_parallel_size the function gets a mesh."
+            )
         found = Model(_copy(model), "")
     else:
         name = tensor_parallel.name_of(model)
@@ -228,18 +289,6 @@ def _build(
         fully_shard(parts[0] if len(parts) == 1 else parts, **options)
     fully_shard(module, **options)
     return found
-
-
-def _check_plain(model: nn.Module) -> None:
-    """Raise PlanError for a module with units or DTensors, which are of a world."""
-    name = tensor_parallel.first_dtensor(model)
-    if is_sharded(model) or name is not None:
-        what = "is sharded" if name is None else f"has a DTensor, {quoted(name)},"
-        raise PlanError(
-            f"simulate got a module that {what} over the ranks of a process group. "
-            "Pass a function that makes the mesh, the module and its units; with "
-            "tensor_parallel_size the function gets a mesh."
-        )
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -274,62 +323,3 @@ def _optimizer(
     form = {"foreach": True} if streams and not given.endswith("fused") else {}
     make = OPTIMIZERS[given].make
     return make and make(parameters, lr=1e-3, **form)
-
-
-def _run(step: _Step, clock: Clock, log: MemoryLog) -> None:
-    """Run a step, and name its tensors while gradients exist."""
-    clock.stage = "forward"
-    # The output stays alive in the caller of a training step, as here.
-    output = step.model(*step.inputs, **step.kwargs)
-    loss = step.loss(output)
-    clock.stage = "backward"
-    loss.backward()  # type: ignore[no-untyped-call]
-    _mark(step, log)
-    if step.max_norm is not None:
-        clock.stage = "clip"
-        clip_grad_norm_(step.model, step.max_norm)
-    if step.optimizer is not None:
-        clock.stage = "optimizer step"
-        step.optimizer.step()
-    # The states of the first step are new.
-    _mark(step, log)
-    # The module frees its gradients, as ``set_to_none`` is torch's default.
-    clock.stage = "end of the step"
-    step.model.zero_grad()
-
-
-def _mark(step: _Step, log: MemoryLog) -> None:
-    """Say of which kind the storages are that exist now."""
-    # Later marks replace earlier ones, so the general ones come first.
-    log.mark(tensors_of((step.inputs, step.kwargs)), "activations")
-    log.mark(step.model.buffers(), "buffers")
-    log.mark(step.model.parameters(), "parameters")
-    log.mark((p.grad for p in step.model.parameters()), "gradients")
-    offloaded: set[int] = set()
-    states = [state for _, _, state in walk_states(step.model)]
-    for region in (r for state in states for r in state.handle.layout.regions):
-        # On CPU the host's memory is the device's.
-        on_host = step.streams and region.offload
-        offloaded.update(map(id, region.leaves if on_host else ()))
-        _mark_region(region, log, on_host=on_host)
-    # States of offloaded parameters are beside them, in host memory.
-    states_of = {} if step.optimizer is None else step.optimizer.state
-    for parameter, found in states_of.items():
-        kind = "host" if id(parameter) in offloaded else "optimizer"
-        log.mark(tensors_of(found), kind)
-
-
-def _mark_region(region: FlatParameter, log: MemoryLog, *, on_host: bool) -> None:
-    """Say of which kind the storages of a region are."""
-    log.mark([region.shard], "host" if on_host else "parameters")
-    log.mark([region.gradient.shard], "host" if on_host else "gradients")
-    if on_host:
-        log.mark([*region.leaves, *(leaf.grad for leaf in region.leaves)], "host")
-    # Without a buffer of its own, the full region is the shard.
-    if region.full.is_cut:
-        log.mark([region.full.buffer], "full")
-    if region.full.wire is not None:
-        log.mark([region.full.wire.buffer], "full")
-    # Regions of frozen parameters have no reduce buffer.
-    if isinstance(region, TrainableRegion):
-        log.mark([region.reduce.buffer], "reduce")

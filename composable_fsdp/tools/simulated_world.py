@@ -75,18 +75,17 @@ class SimulatedGroup(dist.ProcessGroup):
     def note(self, op: str, whole: Sequence[Tensor], rounds: int = 1) -> dist.Work:
         """Note a collective whose bytes go ``rounds`` times around the ring."""
         nbytes = sum(tensor.nbytes for tensor in whole)
-        machine = self._clock.machine
-        seconds = machine.collective(nbytes, self.size(), rounds=rounds)
+        seconds = self._clock.machine.collective(nbytes, self.size(), rounds=rounds)
         # torch calls the groups of a mesh "mesh_tp" and so on; the group of all ranks
         # serves each mesh dim that has all ranks.
         is_world = self is dist.group.WORLD
         name = "world" if is_world else str(self.group_desc).removeprefix("mesh_")
-        stage = self._clock.stage
+        phase = self._clock.stage
+        unit = running_unit(phase)
         # A collective of this package is in the log, and has no work yet. Those of the
         # program are in no log.
         last = next(reversed(operation_log(self).operations), None)
         by_model = last is None or bool(last.work or last.waited or last.done)
-        unit, phase = running_unit(stage), stage
         if last is not None and not by_model:
             op, unit = last.op, last.unit
             # Without a unit, the phase is the outermost call, which is ``simulate``.
@@ -154,7 +153,7 @@ def simulated_world(world_size: int, clock: Clock, *, streams: bool) -> Iterator
         # Units take their streams when they are made, so stand-ins come first.
         if streams:
             for target, name, value in _stand_ins(clock):
-                stack.enter_context(replaced_here(target, name, value))
+                stack.enter_context(replaced(target, name, value, here=True))
         _clocks.append(clock)
         stack.callback(_clocks.pop)
         # The store is never read: groups of this backend have no peers to meet.
@@ -184,27 +183,19 @@ def _stand_ins(clock: Clock) -> list[tuple[Any, str, Callable[..., Any]]]:
 
 
 @contextmanager
-def replaced_here(
-    target: Any, name: str, function: Callable[..., Any]
+def replaced(
+    target: Any, name: str, value: Any, *, here: bool = False
 ) -> Iterator[None]:
-    """Give an attribute another function in this block, for this thread alone."""
-    plain, thread = getattr(target, name), threading.get_ident()
+    """Give an attribute another value in this block, ``here`` for this thread alone."""
+    before, thread = getattr(target, name), threading.get_ident()
 
     # Other threads, as those of a data loader, call what was there before; autograd
     # runs the backward of CPU tensors in the thread that calls it.
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        here = threading.get_ident() == thread
-        return (function if here else plain)(*args, **kwargs)
+        is_here = threading.get_ident() == thread
+        return (value if is_here else before)(*args, **kwargs)
 
-    with replaced(target, name, chosen):
-        yield
-
-
-@contextmanager
-def replaced(target: Any, name: str, value: object) -> Iterator[None]:
-    """Give an attribute another value in this block, for all threads."""
-    before = getattr(target, name)
-    setattr(target, name, value)
+    setattr(target, name, chosen if here else value)
     try:
         yield
     finally:

@@ -144,39 +144,34 @@ class Simulation:
 
     def _trace_events(self) -> Iterator[dict[str, Any]]:
         """Yield the events: operations, names of rows, and bytes by kind."""
-        # Both rows are named also if nothing is on them.
-        rows: dict[tuple[str, int | str], str] = {
-            (COMPUTE, 0): COMPUTE,
-            (COMMUNICATION, ""): COMMUNICATION,
-        }
-        numbers = {key: number for number, key in enumerate(rows)}
+        # Both rows are there also if nothing is on them.
+        rows = [COMPUTE, COMMUNICATION]
         for each in self.operations:
-            sends = each.kind == COMMUNICATION
-            key = (each.kind, each.link if sends else each.stream)
-            name = f"copies and casts of stream {each.stream}"
-            if sends:
-                name = f"communication of the model over {each.link}"
-            rows.setdefault(key, name)
-            sent = {"bytes": each.nbytes, "group": each.group, "ranks": each.ranks}
+            row, sent = each.kind, {}
+            if each.kind == COMMUNICATION:
+                row += f" of the model over {each.link}" if each.link else ""
+                sent = {"bytes": each.nbytes, "group": each.group, "ranks": each.ranks}
+            elif each.stream:
+                row = f"copies and casts of stream {each.stream}"
+            rows += [] if row in rows else [row]
+            unit = each.unit if each.unit is None else each.unit or ROOT_NAME
             # A complete event.
             yield {
                 "ph": "X",
                 "pid": 0,
-                "tid": numbers.setdefault(key, len(numbers)),
+                "tid": rows.index(row),
                 "cat": each.kind,
                 "name": each.title,
                 "ts": _microseconds(each.begin),
                 # By the ends, so that the next event begins where this one ends.
                 "dur": _microseconds(each.end, since=each.begin),
-                "args": {
-                    "unit": each.unit if each.unit is None else each.unit or ROOT_NAME,
-                    "phase": each.phase or each.name,
-                    **(sent if sends else {}),
-                },
+                "args": {"unit": unit, "phase": each.phase or each.name, **sent},
             }
-        yield _about("process_name", 0, f"rank 0 of {self.world_size}")
-        for key, name in rows.items():
-            yield _about("thread_name", numbers[key], name)
+        names = [("process_name", 0, f"rank 0 of {self.world_size}")]
+        names += [("thread_name", *numbered) for numbered in enumerate(rows)]
+        for what, row, name in names:
+            about = {"ph": "M", "pid": 0, "tid": row}
+            yield {**about, "name": what, "args": {"name": name}}
         # Perfetto stacks the kinds of a counter.
         for moment in self.timeline:
             yield {
@@ -200,8 +195,3 @@ def _microseconds(seconds: float, *, since: float = 0.0) -> float:
     # Perfetto cuts to nanoseconds, and drops events that overlap. The product with 1000
     # may be just below the whole number, so a quarter is added.
     return (nanoseconds + 0.25) / 1e3
-
-
-def _about(what: str, row: int, name: str) -> dict[str, Any]:
-    """Return the event that gives a row or the process its name."""
-    return {"ph": "M", "pid": 0, "tid": row, "name": what, "args": {"name": name}}

@@ -23,7 +23,7 @@ from composable_fsdp.tools.fake_world import is_wrapper
 from composable_fsdp.tools.machine import ATTENTION, MEMORY, PRODUCT, Cost
 from composable_fsdp.tools.memory import Memory, StepMoment
 from composable_fsdp.tools.simulated_clock import Clock
-from composable_fsdp.tools.simulated_world import replaced_here, tensors_of
+from composable_fsdp.tools.simulated_world import replaced, tensors_of
 
 Log = TypeVar("Log", bound="StorageLog")
 
@@ -180,7 +180,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
             return result
 
         # A resize is no operation of torch's dispatcher.
-        self._resizes = replaced_here(torch.UntypedStorage, "resize_", resize_)
+        self._resizes = replaced(torch.UntypedStorage, "resize_", resize_, here=True)
         self._resizes.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

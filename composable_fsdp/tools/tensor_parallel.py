@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -24,31 +25,26 @@ from composable_fsdp.planning.dtensors import is_dtensor
 
 
 def check_sizes(
-    world_size: object,
-    shard_world_size: object,
-    tensor_parallel_size: object = None,
+    world_size: Any, shard_world_size: object, tensor_parallel_size: object = None
 ) -> None:
     """Raise PlanError, naming the argument, if a size does not divide the ranks."""
-    data = _size("world_size", world_size)
-    ranks = f"world_size={world_size}"
-    if tensor_parallel_size is not None:
-        data //= _size("tensor_parallel_size", tensor_parallel_size, data, ranks)
-        ranks = (
-            f"the {data} data ranks of {ranks} and "
-            f"tensor_parallel_size={tensor_parallel_size}"
-        )
-    if shard_world_size is not None:
-        _size("shard_world_size", shard_world_size, data, ranks)
-
-
-def _size(name: str, given: object, of: int = 0, ranks: str = "") -> int:
-    """Return a number of ranks, which divides ``of`` ranks. Raises: PlanError."""
-    # True is an int in Python.
-    if type(given) is not int or given < 1 or of % given:
-        what = f"number of ranks that divides {ranks}" if of else ""
-        what = what or "positive number of ranks"
-        raise PlanError(f"{name} expects a {what}, got {given!r}.")
-    return given
+    data, what = 0, "positive number of ranks"
+    for name, given in (
+        ("world_size", world_size),
+        ("tensor_parallel_size", tensor_parallel_size),
+        ("shard_world_size", shard_world_size),
+    ):
+        if given is None and data:
+            continue
+        # True is an int in Python.
+        if type(given) is not int or given < 1 or data % given:
+            raise PlanError(f"{name} expects a {what}, got {given!r}.")
+        # Ranks that cut matrices shard nothing.
+        data = data // given if data else given
+        ranks = f"world_size={world_size}"
+        if name == "tensor_parallel_size":
+            ranks = f"the {data} data ranks of {ranks} and {name}={given}"
+        what = f"number of ranks that divides {ranks}"
 
 
 def job_mesh(
@@ -85,11 +81,10 @@ def without_arguments(
 
     Raises: PlanError, for a function with other arguments, or of a mesh without a mesh.
     """
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
+    parameters: list[inspect.Parameter] = []
     # Some classes of C have no signature; the call tells.
-    except (TypeError, ValueError):
-        parameters = []
+    with suppress(TypeError, ValueError):
+        parameters = list(inspect.signature(function).parameters.values())
     # ``*args`` and ``**kwargs`` may be empty.
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     given = {p.name: p.default for p in parameters if p.kind not in optional}
@@ -103,9 +98,8 @@ def without_arguments(
         )
     # A single argument without default is the mesh, whatever its name.
     names = needed or [each for each in given if each in ("mesh", "device_mesh")]
-    if mesh is None or not names:
-        return function
-    return partial(function, **{names[0]: mesh})
+    takes = mesh is not None and names
+    return partial(function, **{names[0]: mesh}) if takes else function
 
 
 def name_of(model: object) -> str:
