@@ -139,46 +139,6 @@ class ShardingPlan:
         # flow through every unit after that unit, frozen units included.
         return list(accumulate((unit.is_trainable for unit in self.units), or_))
 
-    def moments(
-        self, optimizer: OptimizerMemory, *, device_type: str = "cuda"
-    ) -> tuple[StepMoment, ...]:
-        """Return the memory at each operation of a step, without activations.
-
-        The last moment is the optimizer's step; ``device_type`` is as in ``peak``.
-        """
-        units = [u for u in self.units if device_type == "cpu" or not u.is_offloaded]
-        # On the CPU the host's memory is the device's.
-        held = [u for u in units if device_type == "cpu" or not u.has_host_states]
-        states = sum(map(optimizer.state_bytes, held))
-        step = self.step_memory(device_type=device_type)
-        # The optimizer steps after backward, when no full parameters are left, but the
-        # slots of an arena. What stays from step to step is there at every moment.
-        end = Memory(
-            parameters=sum(unit.parameter_bytes for unit in units),
-            gradients=sum(unit.gradient_bytes for unit in units),
-            optimizer=states + optimizer.buffer_bytes(units),
-            full=step.kept[0],
-            reduce=step.kept[1],
-            temporaries=sum(map(optimizer.temporary_bytes, units)),
-            when="optimizer step",
-        )
-        # Gradients with memory from step to step; the walk counts all others.
-        own = sum(unit.gradient_bytes for unit in units if unit.is_offloaded)
-        return (
-            *(
-                StepMoment(
-                    now._replace(
-                        parameters=end.parameters,
-                        gradients=now.gradients + own,
-                        optimizer=states,
-                    ),
-                    event,
-                )
-                for now, event, _ in step.moments
-            ),
-            StepMoment(end),
-        )
-
     def peak(self, *, device_type: str = "cuda", optimizer_states: int = 0) -> Memory:
         """Return the largest memory that forward and backward need on the device.
 
@@ -196,7 +156,7 @@ class ShardingPlan:
         parameters.
         """
         kept = OptimizerMemory("", optimizer_states)
-        *moments, _ = self.moments(kept, device_type=device_type)
+        *moments, _ = Forecast(self, kept, None, device_type).moments
         most = max((each.memory for each in moments), key=lambda now: now.total)
         return most._replace(full=most.full + most.ahead, ahead=0)
 
@@ -242,7 +202,7 @@ class ShardingPlan:
             )
         found = self.in_forward_order(activations.order)
         kept = optimizer_memory(optimizer)
-        given = (found.moments(kept), found.units, speeds, activations, kept)
+        given = (Forecast(found, kept).moments, found.units, speeds, activations, kept)
         return time_of_step(*given, compiled=compiled, float8=float8)
 
     def step_memory(self, *, device_type: str = "cuda") -> StepMemory:
@@ -392,8 +352,32 @@ class Forecast:
     @cached_property
     def moments(self) -> tuple[StepMoment, ...]:
         """The memory at each operation of a step, ending with the optimizer's step."""
-        found = self.plan.moments(self.optimizer, device_type=self.device_type)
-        return found if self.activations is None else self.activations.beside(found)
+        # On the CPU the host's memory is the device's.
+        on_cpu, optimizer = self.device_type == "cpu", self.optimizer
+        units = [u for u in self.plan.units if on_cpu or not u.is_offloaded]
+        held = [u for u in units if on_cpu or not u.has_host_states]
+        states = sum(map(optimizer.state_bytes, held))
+        step = self.plan.step_memory(device_type=self.device_type)
+        # The optimizer steps after backward, when no full parameters are left, but the
+        # slots of an arena. What stays from step to step is there at every moment.
+        end = Memory(
+            parameters=sum(unit.parameter_bytes for unit in units),
+            gradients=sum(unit.gradient_bytes for unit in units),
+            optimizer=states + optimizer.buffer_bytes(units),
+            full=step.kept[0],
+            reduce=step.kept[1],
+            temporaries=sum(map(optimizer.temporary_bytes, units)),
+            when="optimizer step",
+        )
+        # Gradients with memory from step to step; the walk counts all others.
+        own = sum(unit.gradient_bytes for unit in units if unit.is_offloaded)
+        always = {"parameters": end.parameters, "optimizer": states}
+        found = [
+            StepMoment(now._replace(gradients=now.gradients + own, **always), event)
+            for now, event, _ in step.moments
+        ]
+        moments = (*found, StepMoment(end))
+        return self.activations.beside(moments) if self.activations else moments
 
     @cached_property
     def peak(self) -> StepMoment:

@@ -169,8 +169,8 @@ class Simulation:
             }
         names = [("process_name", 0, f"rank 0 of {self.world_size}")]
         names += [("thread_name", *numbered) for numbered in enumerate(rows)]
-        for what, row, name in names:
-            about = {"ph": "M", "pid": 0, "tid": row}
+        for what, number, name in names:
+            about = {"ph": "M", "pid": 0, "tid": number}
             yield {**about, "name": what, "args": {"name": name}}
         # Perfetto stacks the kinds of a counter.
         for moment in self.timeline:
