@@ -30,15 +30,17 @@ from composable_fsdp.storage.opening import (
     verify,
 )
 from composable_fsdp.storage.source import Source
-from composable_fsdp.tools import checkpoint_diff, environment, model_commands
+from composable_fsdp.tools import checkpoint_diff, model_commands
 from composable_fsdp.tools.arguments import DTYPES, add_arguments
 from composable_fsdp.tools.checkpoint_diff import nbytes_of
 from composable_fsdp.tools.command import (
+    ENV,
     Command,
     Progress,
     Report,
     error_text,
     examples,
+    version,
 )
 from composable_fsdp.tools.describe import describe
 from composable_fsdp.tools.texts import counted, did_you_mean
@@ -125,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version",
         action="version",
-        version=f"composable_fsdp {environment.version()}",
+        version=f"composable_fsdp {version()}",
         help="print the version",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -297,6 +299,6 @@ COMMANDS = {
         _export,
         _show,
     ),
-    "env": environment.COMMAND,
+    "env": ENV,
 }
 """Commands by name, in the order of the help."""

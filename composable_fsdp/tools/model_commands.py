@@ -17,7 +17,7 @@ from composable_fsdp.errors import FSDPError, PlanError
 from composable_fsdp.naming import size_text
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.policies import SizePolicy
-from composable_fsdp.tools import plan_models, plan_report, tensor_parallel
+from composable_fsdp.tools import plan_models, plan_report
 from composable_fsdp.tools.activations import measure_activations
 from composable_fsdp.tools.arguments import DTYPES, PREFETCH, STRATEGIES, WIRES
 from composable_fsdp.tools.command import BAD, USAGE, Command, Report
@@ -184,7 +184,7 @@ def _maker(given: argparse.Namespace) -> Callable[[DeviceMesh], nn.Module]:
     function = plan_models.object_of(given.model)
 
     def make(mesh: DeviceMesh) -> nn.Module:
-        found = tensor_parallel.without_arguments(function, mesh, given.model)()
+        found = plan_models.without_arguments(function, mesh, given.model)()
         # The batch and the loss are known from the model on meta.
         return _cast(found[0] if isinstance(found, tuple) else found, given)
 
@@ -217,12 +217,12 @@ def _job(given: argparse.Namespace) -> Iterator[DeviceMesh | None]:
         yield None
         return
     sizes = (given.world_size, given.shard_world_size, given.tensor_parallel_size)
-    tensor_parallel.check_sizes(*sizes)
+    plan_models.check_sizes(*sizes)
     # A function that cuts its model needs the process groups of the job, which here are
     # those of a simulated world. No step runs, so nobody reads the times.
     world = simulated_world(sizes[0], Clock(Machine()), streams=False)
     with world, simulated_meshes():
-        yield tensor_parallel.job_mesh(*sizes)
+        yield plan_models.job_mesh(*sizes)
 
 
 def _asked(

@@ -38,8 +38,8 @@ from composable_fsdp.planning.planner import lay_out_again
 from composable_fsdp.planning.policies import AnyPolicy, evaluate_policy
 from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
 from composable_fsdp.tools.model_units import chosen_units
+from composable_fsdp.tools.plan_models import check_sizes
 from composable_fsdp.tools.sharding_plan import ShardingPlan, plan_modules
-from composable_fsdp.tools.tensor_parallel import check_sizes
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import require_module, walk_states
 

@@ -21,7 +21,7 @@ from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.planning import walk
-from composable_fsdp.tools import fake_world, tensor_parallel
+from composable_fsdp.tools import fake_world, plan_models
 from composable_fsdp.tools.machine import Machine
 from composable_fsdp.tools.memory import OPTIMIZERS
 from composable_fsdp.tools.model_units import unit_names
@@ -170,7 +170,7 @@ def simulate(
         print(found.peak.memory.total, [each.title for each in found.collectives])
     """
     sizes = (world_size, shard_world_size, tensor_parallel_size)
-    tensor_parallel.check_sizes(*sizes)
+    plan_models.check_sizes(*sizes)
     _check(model, tensor_parallel_size, optimizer, device_type)
     # A default in the signature would print all speeds in ``help``.
     clock = Clock(machine or Machine())
@@ -180,14 +180,14 @@ def simulate(
         # The ranks of a mesh are read as numbers, which fake tensors do not have.
         mesh = None
         if shard_world_size is not None or tensor_parallel_size is not None:
-            mesh = tensor_parallel.job_mesh(*sizes)
+            mesh = plan_models.job_mesh(*sizes)
         with (
             fake_world.simulated_meshes(),
             fake_world.fake_tensors(makes_dtensors=not isinstance(model, nn.Module)),
             # The ranges of a profiler tell which unit is running.
             replaced(torch.autograd.profiler, "_is_profiler_enabled", True),
             MemoryLog(clock) as log,
-            fake_world.explained(tensor_parallel.name_of(model), log.place),
+            fake_world.explained(plan_models.name_of(model), log.place),
         ):
             built = _build(model, units, options, mesh)
             module, given = built.module, built.inputs if batch is None else batch
@@ -256,7 +256,7 @@ def _build(
     cut = mesh if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else None
     # A module is copied; a function makes a new module, on fake tensors, itself.
     if isinstance(model, nn.Module):
-        dtensor = tensor_parallel.first_dtensor(model)
+        dtensor = plan_models.first_dtensor(model)
         # Units and DTensors are of a world.
         if is_sharded(model) or dtensor is not None:
             what = "is sharded" if dtensor is None else f"has a DTensor, '{dtensor}',"
@@ -267,8 +267,8 @@ def _build(
             )
         found = Model(_copy(model), "")
     else:
-        name = tensor_parallel.name_of(model)
-        made = tensor_parallel.without_arguments(model, cut, name)()
+        name = plan_models.name_of(model)
+        made = plan_models.without_arguments(model, cut, name)()
         found = returned(made, name, cut)
     module = found.module
     # Modules in ``units`` are those of ``model``, and names hold in the copy.
@@ -282,7 +282,7 @@ def _build(
             )
         return found
     if mesh is not None:
-        options = {**options, "device_mesh": tensor_parallel.data_mesh(mesh)}
+        options = {**options, "device_mesh": plan_models.data_mesh(mesh)}
     # Units below come before those above, as in a training script.
     for group in sorted(names, key=lambda group: -group[0].count(".")):
         parts = [module.get_submodule(name) for name in group]
