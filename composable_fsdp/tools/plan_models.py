@@ -196,7 +196,8 @@ def _config(path: str) -> Model:
         given = json.loads(file.read_text())
     if not isinstance(given, dict) or "model_type" not in given:
         raise PlanError(
-            f"{file} is no configuration of transformers: no JSON, or it has no model_type."
+            f"{file} is no configuration of transformers: no JSON, or it has no "
+            "model_type."
         )
     try:
         transformers = importlib.import_module("transformers")
