@@ -30,14 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from composable_fsdp.errors import FSDPError, PlanError
 from composable_fsdp.tools.simulated_world import SimulatedGroup, replaced, tensors_of
 
-_KINDS = {
-    "all_gather_into_tensor": "all_gather",
-    "all_reduce": "all_reduce",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-    "reduce_scatter_tensor": "reduce_scatter",
-}
-"""Collectives by the name of the operator, without "_", "_coalesced" and "_out"."""
+_KINDS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")
+"""Collectives, with whose names the names of operators begin."""
 
 
 def is_wrapper(kind: type) -> bool:
@@ -84,13 +78,13 @@ class FakeOps(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
             # The fake form would return new memory.
             return args[0]
         result = func(*args, **kwargs)
-        kind = next((k for op, k in _KINDS.items() if name.startswith(op)), None)
+        kind = next((each for each in _KINDS if name.startswith(each)), None)
         group = _group_of(args)
         if kind is not None and group is not None:
             # The larger side of the collective has the whole buffers.
             made = tensors_of(result)
             whole = made if kind == "all_gather" else tensors_of(args[0])
-            work = group.note(kind, whole, rounds=2 if kind == "all_reduce" else 1)
+            work = group.note(kind, whole)
             # By storage: a view of the result may be what the model waits for.
             for output in made:
                 self._works[output.untyped_storage()._cdata] = work

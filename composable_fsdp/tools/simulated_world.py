@@ -43,14 +43,14 @@ def tensors_of(values: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
 
 
-def _noted(kind: str, *, rounds: int = 1) -> Any:
+def _noted(kind: str) -> Any:
     """Return a method of a process group that notes a collective of ``kind``."""
 
     def method(self: SimulatedGroup, *args: Any, **kwargs: Any) -> dist.Work:
         # What is written and what is sent; a collective in place has one of them.
         written, sent = map(tensors_of, (*args, None, None)[:2])
         gathers = kind.endswith("gather") and written
-        return self.note(kind, written if gathers else sent or written, rounds)
+        return self.note(kind, written if gathers else sent or written)
 
     return method
 
@@ -72,8 +72,10 @@ class SimulatedGroup(dist.ProcessGroup):
         """Return the name under which C++ asks for the backend."""
         return SIMULATED
 
-    def note(self, op: str, whole: Sequence[Tensor], rounds: int = 1) -> dist.Work:
-        """Note a collective whose bytes go ``rounds`` times around the ring."""
+    def note(self, op: str, whole: Sequence[Tensor]) -> dist.Work:
+        """Note a collective of whole buffers."""
+        # The bytes of a sum go twice around the ring.
+        rounds = 1 + (op == "all_reduce")
         nbytes = sum(tensor.nbytes for tensor in whole)
         seconds = self._clock.machine.collective(nbytes, self.size(), rounds=rounds)
         # torch calls the groups of a mesh "mesh_tp" and so on; the group of all ranks
@@ -106,7 +108,7 @@ class SimulatedGroup(dist.ProcessGroup):
     all_gather_single = all_gather_single_coalesced = _noted("all_gather")
     reduce_scatter_single = reduce_scatter_single_coalesced = _noted("reduce_scatter")
     # A coalesced all-reduce has the arguments of a single one.
-    allreduce = allreduce_coalesced = _noted("all_reduce", rounds=2)
+    allreduce = allreduce_coalesced = _noted("all_reduce")
     allgather = all_gather_single
     all_to_all_single = alltoall = _noted("all_to_all")
     broadcast = _noted("broadcast")

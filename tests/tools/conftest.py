@@ -48,9 +48,6 @@ def plain_layers():
 def small():
     return Net(blocks=3)
 
-def larger():
-    return Net(blocks=8)
-
 def with_inputs():
     return Net(), torch.zeros(2, 16, dtype=torch.long)
 
