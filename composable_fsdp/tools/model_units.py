@@ -186,9 +186,8 @@ def chosen_units(root: nn.Module, units: Iterable[object]) -> Chosen:
     taken: set[nn.Module] = set()
     for entry in units:
         is_list = isinstance(entry, (list, tuple, nn.ModuleList))
-        group = [
-            m for e in (entry if is_list else [entry]) for m in _of(e, names, order)
-        ]
+        parts: Any = entry if is_list else [entry]
+        group = [module for each in parts for module in _of(each, names, order)]
         for unit in [group] if is_list else [[module] for module in group]:
             # The first module in walking order gives the unit its name.
             modules = tuple(sorted(dict.fromkeys(unit), key=order.__getitem__))

@@ -371,9 +371,15 @@ class Forecast:
         )
         # Gradients with memory from step to step; the walk counts all others.
         own = sum(unit.gradient_bytes for unit in units if unit.is_offloaded)
-        always = {"parameters": end.parameters, "optimizer": states}
         found = [
-            StepMoment(now._replace(gradients=now.gradients + own, **always), event)
+            StepMoment(
+                now._replace(
+                    parameters=end.parameters,
+                    gradients=now.gradients + own,
+                    optimizer=states,
+                ),
+                event,
+            )
             for now, event, _ in step.moments
         ]
         moments = (*found, StepMoment(end))
