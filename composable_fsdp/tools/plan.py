@@ -256,23 +256,10 @@ def replan(
     ranks = plan.world_size if world_size is None else world_size
     if shard_world_size is None:
         shard_world_size = _shard_world_size(plan, ranks)
-    units = []
-    for unit in plan.units:
-        options = replace(unit.options, **changes)
-        sizes = group_sizes(
-            options.strategy, world_size=ranks, shard_world_size=shard_world_size
-        )
-        # Equal units of the old and the new plan share their layouts.
-        if options != unit.options or sizes != (unit.shard_world_size, unit.replicas):
-            regions = lay_out_again(unit, options, sizes[0])
-            unit = replace(
-                unit,
-                regions=regions,
-                options=options,
-                shard_world_size=sizes[0],
-                replicas=sizes[1],
-            )
-        units.append(unit)
+    units = [
+        _replan_unit(unit, replace(unit.options, **changes), ranks, shard_world_size)
+        for unit in plan.units
+    ]
     # Padding depends on the ranks, and so do the sentences about it.
     notes = tuple(note for unit in units for note in padding_notes(unit))
     return ShardingPlan(tuple(units), ranks, notes)
@@ -297,6 +284,25 @@ def _shard_world_size(plan: ShardingPlan, ranks: int) -> int | None:
     return None
 
 
+def _replan_unit(
+    unit: UnitPlan, options: UnitOptions, ranks: int, shard_world_size: int | None
+) -> UnitPlan:
+    """Lay out the parameters of ``unit``, as ``planner._build`` does."""
+    sizes = group_sizes(
+        options.strategy, world_size=ranks, shard_world_size=shard_world_size
+    )
+    # Equal units of the old and the new plan share their layouts.
+    if options == unit.options and sizes == (unit.shard_world_size, unit.replicas):
+        return unit
+    return replace(
+        unit,
+        regions=lay_out_again(unit, options, sizes[0]),
+        options=options,
+        shard_world_size=sizes[0],
+        replicas=sizes[1],
+    )
+
+
 def plan_of_units(units: Iterable[tuple[str, _FSDPState]]) -> ShardingPlan:
     """Return the plan of sharded units, one at least, outermost first."""
     plans = tuple([unit_plan(fqn, state) for fqn, state in units])
@@ -306,22 +312,25 @@ def plan_of_units(units: Iterable[tuple[str, _FSDPState]]) -> ShardingPlan:
 
 def unit_plan(fqn: str, state: _FSDPState) -> UnitPlan:
     """Return the plan of a sharded unit; what was frozen later counts as frozen."""
-    options, reshards = state.options, state.settings.reshard_after_forward
-    # The first forward sets the flag of a root, which every plan keeps full anyway.
-    if not (
-        state._is_root or reshards is None or reshards == options.reshard_after_forward
-    ):
-        # Each of a pair is the other with another flag; NO_SHARD has none to reshard.
-        pairs = [
-            (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP),
-            (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2),
-        ]
-        other = dict([*pairs, *(pair[::-1] for pair in pairs)])
-        strategy = other.get(options.strategy, options.strategy)
-        options = replace(options, strategy=strategy)
     return replace(
         state.handle.layout.plan,
         fqn=fqn,
-        options=options,
+        options=_options_in_force(state),
         int8_gradients=state.handle.rule.hook is int8_all_to_all_hook,
     )
+
+
+def _options_in_force(state: _FSDPState) -> UnitOptions:
+    """Return the unit's options, with ``set_reshard_after_forward`` as a strategy."""
+    options = state.options
+    reshards = state.settings.reshard_after_forward
+    # The first forward sets the flag of a root, which every plan keeps full anyway.
+    if state._is_root or reshards is None or reshards == options.reshard_after_forward:
+        return options
+    pairs = [
+        (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP),
+        (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2),
+    ]
+    # Each of a pair is the other with another flag; NO_SHARD has nothing to reshard.
+    other = dict([*pairs, *(pair[::-1] for pair in pairs)])
+    return replace(options, strategy=other.get(options.strategy, options.strategy))
