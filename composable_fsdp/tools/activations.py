@@ -86,7 +86,7 @@ def measure_activations(
     log = OpLog()
     with (
         explained(type(module).__name__, log.place),
-        fake_tensors(makes_dtensors=False),
+        fake_tensors(sends=True),
         log,
         ExitStack() as stack,
     ):

@@ -150,9 +150,6 @@ _KINDS: dict[str, dict[str, Any]] = {
 _MODEL = """\
 --world-size N=8
     ranks (GPUs) in all (default: 8)
---tensor-parallel-size N
-    ranks over which MODEL cuts matrices; its function gets the mesh ('dp', 'tp')
-    (default: no tensor parallelism)
 --gpu-memory SIZE
     memory of a GPU, as 80GiB: says whether the step fits
 --batch BxT
@@ -208,6 +205,9 @@ models MODELS
     see below
 --hf PATH
     a config.json of transformers, or its directory
+--tensor-parallel-size N
+    ranks over which MODEL cuts matrices; its function gets the mesh ('dp', 'tp')
+    (default: no tensor parallelism)
 --world-sizes N,N
     print a row for each of these world sizes, too
 --plot FILE

@@ -1,10 +1,10 @@
-"""Fake tensors for a step: numbers that are read, meshes, and what models send.
+"""Fake tensors for a step: numbers that are read, and meshes.
 
 ``parallelize_module``, ``DTensor.redistribute`` and the functional collectives are
-operations of torch's dispatcher, whose fake forms send nothing; ``FakeOps`` notes them.
+operations of torch's dispatcher, whose fake forms send nothing.
 
-Checked on torch 2.13. Private: ``_disable_current_modes``, ``_resolve_process_group``,
-the operators of ``_c10d_functional``, ``torch.distributed.tensor._redistribute``,
+Checked on torch 2.13. Private: ``_disable_current_modes``, the operators of
+``_c10d_functional``, ``torch.distributed.tensor._redistribute``,
 ``_clear_sharding_prop_cache``, ``_propagate_tensor_meta_non_cached``.
 """
 
@@ -19,19 +19,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from composable_fsdp.errors import FSDPError, PlanError
-from composable_fsdp.tools.simulated_world import SimulatedGroup, replaced, tensors_of
-
-_KINDS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")
-"""Collectives, with whose names the names of operators begin."""
+from composable_fsdp.tools.simulated_world import replaced, tensors_of
 
 
 def is_wrapper(kind: type) -> bool:
@@ -40,11 +35,11 @@ def is_wrapper(kind: type) -> bool:
 
 
 class FakeOps(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types
-    """Runs what fake tensors cannot, and notes functional collectives."""
+    """Runs what fake tensors cannot; functional collectives only if ``sends``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sends: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._works: dict[int, dist.Work] = {}
+        self._sends = sends
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -56,7 +51,15 @@ class FakeOps(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
         kwargs = kwargs or {}
         name: str = func.name()
         if name.startswith("_c10d_functional::"):
-            return self._send(func, args, kwargs)
+            if not self._sends:
+                raise PlanError(
+                    f"simulate counts no collectives of the model's own layers, and "
+                    f"the model sends {func._opname}, as tensor parallelism does. "
+                    "plan with --tensor-parallel-size tells the memory."
+                )
+            # The fake form of a wait would return new memory.
+            waits = func._opname == "wait_tensor"
+            return args[0] if waits else func(*args, **kwargs)
         # The ranks of a mesh are real numbers, and stay so.
         if FakeTensor not in types:
             given = tensors_of((args, kwargs))
@@ -66,29 +69,6 @@ class FakeOps(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
         if name in _ANSWERS:
             return _ANSWERS[name](func, *args)
         return func(*args, **kwargs)
-
-    def _send(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a functional collective, or a wait, and note it."""
-        name = func._opname
-        if name == "wait_tensor":
-            # Later waits for the same result return at once, as on a device.
-            work = self._works.pop(args[0].untyped_storage()._cdata, None)
-            if work is not None:
-                work.wait()
-            # The fake form would return new memory.
-            return args[0]
-        result = func(*args, **kwargs)
-        kind = next((each for each in _KINDS if name.startswith(each)), None)
-        group = _group_of(args)
-        if kind is not None and group is not None:
-            # The larger side of the collective has the whole buffers.
-            made = tensors_of(result)
-            whole = made if kind == "all_gather" else tensors_of(args[0])
-            work = group.note(kind, whole)
-            # By storage: a view of the result may be what the model waits for.
-            for output in made:
-                self._works[output.untyped_storage()._cdata] = work
-        return result
 
 
 def _number(func: Any, tensor: Tensor) -> Any:
@@ -131,19 +111,8 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 """What runs in the place of an operation that fake tensors cannot run."""
 
 
-def _group_of(args: Sequence[Any]) -> SimulatedGroup | None:
-    """Return the process group among the arguments of an operator, if any."""
-    # The name of the group is the last of the texts: a reduction has a text, too.
-    texts = (a for a in reversed(args) if isinstance(a, (str, SimulatedGroup)))
-    found = next(texts, None)
-    if isinstance(found, str):
-        # torch does not export it, and has no other way from names to groups.
-        found = vars(distributed_c10d)["_resolve_process_group"](found)
-    return found if isinstance(found, SimulatedGroup) else None
-
-
 @contextmanager
-def fake_tensors(*, makes_dtensors: bool) -> Iterator[None]:
+def fake_tensors(*, sends: bool) -> Iterator[None]:
     """Make tensors in this block fake; log and warn of nothing that is meant so."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -153,8 +122,8 @@ def fake_tensors(*, makes_dtensors: bool) -> Iterator[None]:
         log = logging.getLogger("torch._subclasses.fake_tensor")
         stack.enter_context(replaced(log, "disabled", True))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        # The import takes a second, which models without DTensors do not need.
-        if makes_dtensors or "torch.distributed.tensor" in sys.modules:
+        # Without the module there is no DTensor, and its import takes a second.
+        if "torch.distributed.tensor" in sys.modules:
             from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
             name = "_propagate_tensor_meta_non_cached"
@@ -164,7 +133,7 @@ def fake_tensors(*, makes_dtensors: bool) -> Iterator[None]:
             stack.enter_context(
                 replaced(ShardingPropagator, name, _with(_disable_current_modes, plain))
             )
-        stack.enter_context(FakeOps())
+        stack.enter_context(FakeOps(sends=sends))
         yield
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.config import CPUOffload, MixedPrecision
@@ -31,7 +30,6 @@ from composable_fsdp.tools.sharding_plan import Forecast, ShardingPlan, forecast
 from composable_fsdp.tools.simulate import simulate
 from composable_fsdp.tools.simulated_clock import Clock
 from composable_fsdp.tools.simulated_world import simulated_world
-from composable_fsdp.tools.simulation import Simulation
 
 
 def _plan(given: argparse.Namespace) -> Report:
@@ -56,10 +54,7 @@ def _plan(given: argparse.Namespace) -> Report:
             activations=_activations(model, planned, given),
         )
         # A plan has the collectives of sharding; the model's own are in its forward.
-        own = (
-            f"collectives over the {cut} tensor-parallel ranks are not counted; "
-            "`python -m composable_fsdp simulate` counts them"
-        )
+        own = f"collectives over the {cut} tensor-parallel ranks are not counted"
         report = plan_report.report_of(
             found,
             source=model.source,
@@ -140,7 +135,24 @@ def _show_plan(found: Report) -> None:
 
 def _simulate(given: argparse.Namespace) -> Report:
     """Simulate the step, write the trace, and return the report."""
-    found = _step(given)
+    model, options, _ = _asked(given.model, given, None)
+    # Names hold in the copy, too.
+    if "units" in options:
+        options["units"] = unit_names(model.module, options["units"])
+    if model.inputs is None:
+        raise PlanError(
+            "simulate needs --batch, as --batch 4x2048, or a function that returns "
+            "(model, arguments of its forward)."
+        )
+    found = simulate(
+        model.module,
+        world_size=given.world_size,
+        batch=model.inputs,
+        loss=model.loss,
+        optimizer=given.optimizer,
+        max_norm=given.max_norm,
+        **options,
+    )
     report = {"model": given.model, **found.as_dict()}
     # The text is made only if it is printed.
     if not given.json:
@@ -152,45 +164,6 @@ def _simulate(given: argparse.Namespace) -> Report:
         report["fits"] = found.peak.memory.total <= given.gpu_memory
         report["gpu_memory"] = given.gpu_memory
     return report
-
-
-def _step(given: argparse.Namespace) -> Simulation:
-    """Run the step of a model on meta, or of one that its function cuts."""
-    # Inputs and units are those of the model on meta, also if the step builds another.
-    with _job(given) as mesh:
-        model, options, _ = _asked(given.model, given, mesh)
-        # Names hold in the model of the step, too.
-        if "units" in options:
-            options["units"] = unit_names(model.module, options["units"])
-    if model.inputs is None:
-        raise PlanError(
-            "simulate needs --batch, as --batch 4x2048, or a function that returns "
-            "(model, arguments of its forward)."
-        )
-    return simulate(
-        model.module if mesh is None else _maker(given),
-        world_size=given.world_size,
-        batch=model.inputs,
-        loss=model.loss,
-        tensor_parallel_size=given.tensor_parallel_size,
-        optimizer=given.optimizer,
-        max_norm=given.max_norm,
-        **options,
-    )
-
-
-def _maker(given: argparse.Namespace) -> Callable[[DeviceMesh], nn.Module]:
-    """Return the function of MODEL, from the mesh to the model alone."""
-    function = plan_models.object_of(given.model)
-
-    def make(mesh: DeviceMesh) -> nn.Module:
-        found = plan_models.without_arguments(function, mesh, given.model)()
-        # The batch and the loss are known from the model on meta.
-        return _cast(found[0] if isinstance(found, tuple) else found, given)
-
-    # Messages name MODEL, not this function.
-    make.__name__ = given.model
-    return make
 
 
 def _show_step(found: Report) -> None:
@@ -235,16 +208,12 @@ def _asked(
     # A batch on the command line goes before inputs that the function returned.
     if given.batch:
         model = model._replace(inputs=plan_models.inputs_for(model, given.batch))
-    _cast(model.module, given)
+    # On meta a cast changes dtypes and copies nothing.
+    if given.dtype:
+        model.module.to(DTYPES[given.dtype])
     chosen, units_from = _chosen_of(model, given)
     sizes = {"shard_world_size": given.shard_world_size}
     return model, {**chosen, **_options_of(given), **sizes}, units_from
-
-
-def _cast(module: nn.Module, given: argparse.Namespace) -> nn.Module:
-    """Cast a module to ``--dtype``, if there is a ``--dtype``, and return it."""
-    # On meta a cast changes dtypes and copies nothing.
-    return module.to(DTYPES[given.dtype]) if given.dtype else module
 
 
 def _chosen_of(
@@ -302,10 +271,7 @@ MODEL is one of:
   train:build_model     a function without arguments (or a class, or a module) of a
                         module; it is called with torch.device("meta"), so no weight
                         takes memory. It may return (model, inputs of its forward),
-                        or (model, inputs, function from the output to the loss).
-                        With --tensor-parallel-size its argument is the mesh of the
-                        job, ("dp", "tp") or ("replicate", "shard", "tp"), and it
-                        calls parallelize_module(model, mesh["tp"], {...})
+                        or (model, inputs, function from the output to the loss)
   train.py:build_model  the same, in a file
   config.json           a configuration of transformers, or its directory
 """
@@ -319,6 +285,9 @@ examples:
       --param-dtype bfloat16 --checkpointing --gpu-memory 80GiB
 
 Without --batch the activations are not counted, and "fits" does not include them.
+With --tensor-parallel-size the argument of the function is the mesh of the job,
+("dp", "tp") or ("replicate", "shard", "tp"), and it calls
+parallelize_module(model, mesh["tp"], {{...}}).
 
 {_MODEL_HELP}\
 

@@ -143,7 +143,7 @@ def _from_function(
 ) -> Model:
     """Return the model that ``function`` makes."""
     # The call would fail with the same, but from inside of the user's code.
-    make = without_arguments(function, mesh, source, option="--tensor-parallel-size")
+    make = without_arguments(function, mesh, source)
     try:
         with torch.device("meta"):
             made = make()
@@ -306,19 +306,8 @@ def job_mesh(
     return init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names))
 
 
-def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of a ``job_mesh`` over which ``fully_shard`` shards."""
-    names = [name for name in mesh.mesh_dim_names or () if name != "tp"]
-    # A mesh with all its dims cannot be cut out of itself.
-    return mesh if len(names) == mesh.ndim else mesh[tuple(names)]
-
-
 def without_arguments(
-    function: Callable[..., Any],
-    mesh: DeviceMesh | None,
-    name: str,
-    *,
-    option: str = "tensor_parallel_size",
+    function: Callable[..., Any], mesh: DeviceMesh | None, name: str
 ) -> Callable[[], Any]:
     """Return ``function`` without arguments, with the mesh if it takes a mesh.
 
@@ -333,7 +322,10 @@ def without_arguments(
     given = {p.name: p.default for p in parameters if p.kind not in optional}
     needed = [each for each in given if given[each] is inspect.Parameter.empty]
     if len(needed) > 1 or (needed and mesh is None):
-        way = f'; or pass {option}, and the argument is the mesh ("dp", "tp")'
+        way = (
+            "; or pass --tensor-parallel-size to plan, and the argument is the mesh "
+            '("dp", "tp")'
+        )
         raise PlanError(
             f"{name} needs arguments: {', '.join(needed)}. Write a function without "
             "arguments that calls it, and pass that function"

@@ -109,7 +109,6 @@ def simulate(
     batch: Any = None,
     units: Iterable[nn.Module | str | Sequence[nn.Module | str]] | None = None,
     shard_world_size: int | None = None,
-    tensor_parallel_size: int | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: str | MakeOptimizer = "adamw",
     max_norm: float | None = None,
@@ -133,8 +132,7 @@ def simulate(
         model: a module, which is not changed and may be on meta, or a function without
             arguments that returns a module, or a module, the arguments of its forward
             and perhaps a loss. The function may shard the module as a training script
-            does, and sees a process group of ``world_size`` ranks. With
-            ``tensor_parallel_size`` the function may take the mesh of the job.
+            does, and sees a process group of ``world_size`` ranks.
         world_size: number of ranks.
         batch: a tensor, or positional or keyword arguments of the forward, of a single
             rank; tensors may be on meta. Default None: as the function returned.
@@ -142,10 +140,6 @@ def simulate(
             ``plan``. Default None: those of ``policy``, or the module alone.
         shard_world_size: number of ranks that share the parameters. Default None: all
             that hold the same part of the model.
-        tensor_parallel_size: number of ranks over which the function cuts matrices, by
-            ``parallelize_module`` over the dimension "tp" of the mesh ("dp", "tp"), or
-            ("replicate", "shard", "tp") with ``shard_world_size``. Default None: no
-            tensor parallelism, or meshes of the function's own.
         loss: a function from the output to the loss. Default None: the output's
             ``loss``, or else the sum of its tensors of real numbers.
         optimizer: a name ("adamw", the default; "adamw-fused", "adam", "adam-fused",
@@ -169,9 +163,8 @@ def simulate(
         found = simulate(net, world_size=4, batch=torch.zeros(2, 8), units=["*"])
         print(found.peak.memory.total, [each.title for each in found.collectives])
     """
-    sizes = (world_size, shard_world_size, tensor_parallel_size)
-    plan_models.check_sizes(*sizes)
-    _check(model, tensor_parallel_size, optimizer, device_type)
+    plan_models.check_sizes(world_size, shard_world_size)
+    _check(model, optimizer, device_type)
     # A default in the signature would print all speeds in ``help``.
     clock = Clock(machine or Machine())
     # The order of CUDA needs streams, which stand-ins are.
@@ -179,11 +172,11 @@ def simulate(
     with simulated_world(world_size, clock, streams=streams):
         # The ranks of a mesh are read as numbers, which fake tensors do not have.
         mesh = None
-        if shard_world_size is not None or tensor_parallel_size is not None:
-            mesh = plan_models.job_mesh(*sizes)
+        if shard_world_size is not None:
+            mesh = plan_models.job_mesh(world_size, shard_world_size, None)
         with (
             fake_world.simulated_meshes(),
-            fake_world.fake_tensors(makes_dtensors=not isinstance(model, nn.Module)),
+            fake_world.fake_tensors(sends=False),
             # The ranges of a profiler tell which unit is running.
             replaced(torch.autograd.profiler, "_is_profiler_enabled", True),
             MemoryLog(clock) as log,
@@ -218,21 +211,12 @@ def simulate(
             )
 
 
-def _check(
-    model: object, tensor_parallel_size: int | None, optimizer: Any, device_type: object
-) -> None:
+def _check(model: object, optimizer: Any, device_type: object) -> None:
     """Raise PlanError or TypeError for wrong arguments."""
     if not isinstance(model, nn.Module) and not callable(model):
         raise TypeError(
             "simulate expects a module, or a function that returns one, got a "
             f"{type(model).__name__}."
-        )
-    # A module has its parameters whole; only code can cut them.
-    if tensor_parallel_size is not None and isinstance(model, nn.Module):
-        raise PlanError(
-            "tensor_parallel_size expects a function that makes the model, and got a "
-            f"{type(model).__name__}. Pass a function of the mesh that calls "
-            'parallelize_module(model, mesh["tp"], {...}).'
         )
     # A function is called with the parameters; a wrong name is found here.
     if optimizer not in list(OPTIMIZERS) and (
@@ -253,7 +237,6 @@ def _build(
     mesh: DeviceMesh | None,
 ) -> Model:
     """Return the sharded model, with what its function returned beside it."""
-    cut = mesh if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else None
     # A module is copied; a function makes a new module, on fake tensors, itself.
     if isinstance(model, nn.Module):
         dtensor = plan_models.first_dtensor(model)
@@ -262,27 +245,26 @@ def _build(
             what = "is sharded" if dtensor is None else f"has a DTensor, '{dtensor}',"
             raise PlanError(
                 f"simulate got a module that {what} over the ranks of a process group. "
-                "Pass a function that makes the mesh, the module and its units; with "
-                "tensor_parallel_size the function gets a mesh."
+                "Pass a function that makes the mesh, the module and its units."
             )
         found = Model(_copy(model), "")
     else:
         name = plan_models.name_of(model)
-        made = plan_models.without_arguments(model, cut, name)()
-        found = returned(made, name, cut)
+        made = plan_models.without_arguments(model, None, name)()
+        found = returned(made, name, None)
     module = found.module
     # Modules in ``units`` are those of ``model``, and names hold in the copy.
     names = unit_names(model if isinstance(model, nn.Module) else module, units)
     # A function that shards has chosen everything itself.
     if is_sharded(module):
-        if options or names or mesh is not cut:
+        if options or names or mesh is not None:
             raise PlanError(
                 "simulate got units or options of fully_shard for a function that "
                 "shards its module itself. Leave them out."
             )
         return found
     if mesh is not None:
-        options = {**options, "device_mesh": plan_models.data_mesh(mesh)}
+        options = {**options, "device_mesh": mesh}
     # Units below come before those above, as in a training script.
     for group in sorted(names, key=lambda group: -group[0].count(".")):
         parts = [module.get_submodule(name) for name in group]

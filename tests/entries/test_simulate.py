@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce
 
 from composable_fsdp import (
     CPUOffload,
@@ -57,6 +58,11 @@ def sharded() -> Text:
 def batch(time: int = 1) -> Tensor:
     """Token ids ``(2, time)``."""
     return torch.zeros(2, time, dtype=torch.long)
+
+
+def sums_over_ranks(output: Tensor) -> Tensor:
+    """A loss that sends by itself, as layers of tensor parallelism do."""
+    return all_reduce(output, "sum", dist.group.WORLD).sum()
 
 
 def run(model: Any = None, **options: Any) -> Simulation:
@@ -262,6 +268,7 @@ def test_a_process_group_of_the_program_is_left_alone() -> None:
         ({"model": sharded}, "units or options of fully_shard"),
         ({"model": lambda: 3}, "expects to return a module.*got [0-9]"),
         ({"loss": lambda output: 1 / 0}, "ZeroDivisionError: division by zero"),
+        ({"loss": sums_over_ranks}, "own layers, and the model sends all_reduce"),
         (
             {"loss": lambda output: output[output > 0].sum()},
             "no values, in forward.*: .*shapes may not depend on values",
