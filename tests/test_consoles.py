@@ -27,7 +27,7 @@ from tests.support.world import single_rank_group
 from tests.test_pages import ROOT, CodeBlock, blocks, pages
 
 COMMAND = re.compile(r"^\$ (.+)$", re.MULTILINE)
-SLOW = re.compile(r"torchrun |--hf |job:cut")
+SLOW = re.compile(r"torchrun |--hf ")
 """Commands of more than two seconds, which run with ``--full-matrix`` only."""
 COLORS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 

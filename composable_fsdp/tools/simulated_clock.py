@@ -33,8 +33,7 @@ class SimulatedOperation(NamedTuple):
     ``name`` is "forward", "backward", "clip", "optimizer step", or a collective;
     ``unit`` is None if no single unit is concerned; ``stream`` is 0 for that of the
     program. Of a collective: the phase in which it is sent, the bytes of whole buffers,
-    the mesh dimension of its group or "world", and whether the model itself sends it,
-    as the layers of tensor parallelism do.
+    the mesh dimension of its group or "world", and whether the program sends it.
     """
 
     kind: str
