@@ -53,19 +53,16 @@ class ShardingPlan:
         unit before them. Nested units stay behind the unit that encloses them.
         """
         place = {fqn: at for at, fqn in enumerate(fqns)}
-        nested: dict[int, list[tuple[int, int]]] = {}
+        # Of each unit the places of those around it, and its own: enclosing units sort
+        # before those inside, and still form a stack.
+        paths: list[tuple[tuple[int, int], ...]] = []
         at = 0
-        for index, parent in enumerate(_parents(self.units)):
-            at = place.get(self.units[index].fqn, at)
-            nested.setdefault(parent, []).append((at, index))
-        order: list[int] = []
-        # Depth first, so that enclosing units still form a stack.
-        waiting = [-1]
-        while waiting:
-            index = waiting.pop()
-            order.append(index)
-            waiting += [each for _, each in sorted(nested.get(index, ()), reverse=True)]
-        return replace(self, units=tuple(self.units[index] for index in order[1:]))
+        for unit, parent in zip(self.units, _parents(self.units), strict=True):
+            at = place.get(unit.fqn, at)
+            around = paths[parent] if parent >= 0 else ()
+            paths.append((*around, (at, len(paths))))
+        order = sorted(range(len(paths)), key=paths.__getitem__)
+        return replace(self, units=tuple(self.units[index] for index in order))
 
     @property
     def numel(self) -> int:
