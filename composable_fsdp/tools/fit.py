@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -99,9 +100,9 @@ def at_world_sizes(
             "peak": other.total,
             "when": other.peak.when,
         }
-        rows.append(
-            row if capacity is None else {**row, "fits": other.total <= capacity}
-        )
+        if capacity is not None:
+            row["fits"] = other.total <= capacity
+        rows.append(row)
     return rows
 
 
@@ -127,11 +128,8 @@ def smallest_world_size(found: Forecast, capacity: int) -> int | None:
         high *= 2
         if high * step > MOST_RANKS:
             return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high * step
+    low = high // 2 + 1
+    return step * (low + bisect_left(range(low, high), True, key=fits))
 
 
 def _changes(found: Forecast) -> list[_Change]:
