@@ -77,9 +77,7 @@ def guess_units(module: nn.Module) -> tuple[list[str], str]:
     """Return the names of modules that are good units, and a reason for a reader."""
     chosen, reason = _units(module, None)
     if not any(name for name, _ in chosen):
-        found = _repeated(list(walk.named(module)))
-        tied = _tied_outside(module, [each for _, each in found])
-        chosen = [(name, each) for name, each in found if each not in tied]
+        chosen = _untied(module, _repeated(list(walk.named(module))))
         reason = "classes that the model has several times"
     counts = Counter(type(each).__name__ for _, each in chosen)
     text = ", ".join(f"{times} {name}" for name, times in counts.items())
@@ -103,26 +101,27 @@ def _units(
     # Any other model, or a configuration whose classes this model does not have.
     if not chosen:
         chosen, reason = _entries_of_lists(named), "entries of its nn.ModuleList"
-    # A parameter that is tied across units would be refused; the root holds it then.
-    tied = _tied_outside(module, [each for _, each in chosen])
-    return [(name, each) for name, each in chosen if each not in tied], reason
+    return _untied(module, chosen), reason
 
 
-def _tied_outside(root: nn.Module, modules: Sequence[nn.Module]) -> set[nn.Module]:
-    """Return those of ``modules`` that share a parameter with a module outside."""
+def _untied(
+    root: nn.Module, pairs: Iterable[tuple[str, nn.Module]]
+) -> list[tuple[str, nn.Module]]:
+    """Return the modules that share no parameter with a module outside of them."""
 
     def places(module: nn.Module) -> Counter[nn.Parameter]:
         below = map(walk.own_parameters, walk.modules(module))
         return Counter(parameter for each in below for parameter in each)
 
+    # A parameter that is tied across units would be refused; the root holds it then.
     # Most models tie one parameter or none, and no unit is searched then.
     everywhere = {p: times for p, times in places(root).items() if times > 1}
-    return {
-        module
-        for module in modules
-        if everywhere
-        and any(times < everywhere.get(p, times) for p, times in places(module).items())
-    }
+    return [
+        (name, module)
+        for name, module in pairs
+        if not everywhere
+        or all(times >= everywhere.get(p, 0) for p, times in places(module).items())
+    ]
 
 
 def _repeated(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
