@@ -1,13 +1,13 @@
 """``Clock``: when the computations and collectives of a simulated step begin and end.
 
-The host issues them in its order; they run on streams and on links::
+The host issues them in its order; they run on streams and on a link::
 
     host     compute A | send x | compute B | wait x | compute C
     stream 0 [== A ==][=== B ===]........[== C ==]
     link              [====== x ========]
 
-The host itself takes no time but that of ``issue``; a link serves collectives one after
-the other.
+The host itself takes no time but that of ``issue``; the link serves collectives one
+after the other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SimulatedOperation(NamedTuple):
     ``name`` is "forward", "backward", "clip", "optimizer step", or a collective;
     ``unit`` is None if no single unit is concerned; ``stream`` is 0 for that of the
     program. Of a collective: the phase in which it is sent, the bytes of whole buffers,
-    the mesh dimension of its group or "world", and whether the program sends it.
+    and the mesh dimension of its group or "world".
     """
 
     kind: str
@@ -46,22 +46,15 @@ class SimulatedOperation(NamedTuple):
     nbytes: int = 0
     group: str = ""
     ranks: int = 0
-    by_model: bool = False
 
     @property
     def title(self) -> str:
         """The name with the unit, as "all_gather blocks.0"."""
         return self.name + ("" if self.unit is None else f" {self.unit or ROOT_NAME}")
 
-    @property
-    def link(self) -> str:
-        """The group of a collective of the model itself; "" for others."""
-        # The runtime's communicators share a link, as they share the network.
-        return self.group if self.by_model else ""
-
 
 class Clock:
-    """The operations of a step, and the times that streams, links and host reached."""
+    """The operations of a step, and the times that streams, link and host reached."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -72,8 +65,8 @@ class Clock:
         """The stream that is current; the first is the one that computes."""
         self._streams = 1
         self._ready: defaultdict[int, float] = defaultdict(float)
-        self._links: defaultdict[str, float] = defaultdict(float)
-        self._host = self._start = self._now = 0.0
+        # Communicators share a link, as they share the network.
+        self._link = self._host = self._start = self._now = 0.0
 
     @property
     def seconds(self) -> float:
@@ -82,7 +75,7 @@ class Clock:
 
     def restart(self) -> None:
         """Begin a step, behind all that was issued so far, as by a warm-up."""
-        reached = [self._host, *self._ready.values(), *self._links.values()]
+        reached = [self._host, *self._ready.values(), self._link]
         self._start = self._host = self._now = max(reached)
         self.operations.clear()
 
@@ -110,8 +103,8 @@ class Clock:
     def send_on(self, stream: int, made: SimulatedOperation, seconds: float) -> float:
         """Add a collective behind the work of ``stream``, and return when it ends."""
         # The link is busy with the collectives that were sent before.
-        begin = self._now = max(self.reached(stream), self._links[made.link])
-        end = self._links[made.link] = begin + seconds
+        begin = self._now = max(self.reached(stream), self._link)
+        end = self._link = begin + seconds
         times = begin - self._start, end - self._start
         self.operations.append(
             made._replace(begin=times[0], end=times[1], stream=stream)

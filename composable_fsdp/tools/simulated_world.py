@@ -87,8 +87,7 @@ class SimulatedGroup(dist.ProcessGroup):
         # A collective of this package is in the log, and has no work yet. Those of the
         # program are in no log.
         last = next(reversed(operation_log(self).operations), None)
-        by_model = last is None or bool(last.work or last.waited or last.done)
-        if last is not None and not by_model:
+        if last is not None and not (last.work or last.waited or last.done):
             op, unit = last.op, last.unit
             # Without a unit, the phase is the outermost call, which is ``simulate``.
             if isinstance(last.phase, Phase):
@@ -101,7 +100,6 @@ class SimulatedGroup(dist.ProcessGroup):
             nbytes=nbytes,
             group=name,
             ranks=self.size(),
-            by_model=by_model,
         )
         return self._clock.send(made, seconds)
 

@@ -68,12 +68,9 @@ class Simulation:
         return self.seconds - sum(each.end - each.begin for each in busy)
 
     def __str__(self) -> str:
-        # Sizes by kind of collective, of the runtime and of the model itself.
-        sent: dict[str, dict[str, list[int]]] = {"": {}}
+        sent: dict[str, list[int]] = {}
         for each in self.collectives:
-            over = f" of the model itself over {each.group} ("
-            over = f"{over}{counted(each.ranks, 'rank')})" if each.by_model else ""
-            sent.setdefault(over, {}).setdefault(each.name, []).append(each.nbytes)
+            sent.setdefault(each.name, []).append(each.nbytes)
         lines = [
             f"step of {counted(len(self.plan.units), 'unit')} on "
             f"{counted(self.world_size, 'rank')}, in the order of {self.device_type}, "
@@ -87,12 +84,11 @@ class Simulation:
             for kind, size in kinds.items()
             if size
         ]
-        for over, table in sent.items():
-            words = [
-                f"{len(sizes)} x {op} of {size_text(sum(sizes))} in all"
-                for op, sizes in table.items()
-            ]
-            lines.append(f"collectives{over}: {', '.join(words) or 'none'}")
+        words = [
+            f"{len(sizes)} x {op} of {size_text(sum(sizes))} in all"
+            for op, sizes in sent.items()
+        ]
+        lines.append(f"collectives: {', '.join(words) or 'none'}")
         lines.append(
             f"time on the assumed machine: {1e3 * self.seconds:.3g} ms, of which "
             f"{1e3 * self.exposed:.3g} ms wait for collectives"
@@ -101,7 +97,7 @@ class Simulation:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the simulation as numbers, for JSON."""
-        names = "phase group ranks by_model begin end"
+        names = "phase group ranks begin end"
         return {
             "world_size": self.world_size,
             "data_ranks": self.plan.world_size,
@@ -149,7 +145,6 @@ class Simulation:
         for each in self.operations:
             row, sent = each.kind, {}
             if each.kind == COMMUNICATION:
-                row += f" of the model over {each.link}" if each.link else ""
                 sent = {"bytes": each.nbytes, "group": each.group, "ranks": each.ranks}
             elif each.stream:
                 row = f"copies and casts of stream {each.stream}"
