@@ -110,7 +110,7 @@ def measure_activations(
         del output
     again: dict[str, Any] = {"loss": loss, "batch": text}
     again |= {"plan": plan, "inputs": given, "checkpointing": checkpointing}
-    first = next(iter(tensors_of(given)), torch.empty(()))
+    first = next(iter(tensors_of(given)), torch.empty((), device="meta"))
     ids = not first.is_floating_point() and not first.is_complex()
     # The log enters units as their forwards begin. Models need not run their modules in
     # the order of ``.modules()``: CLIP registers the text model first and runs the
