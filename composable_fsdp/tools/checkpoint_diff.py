@@ -198,18 +198,22 @@ def _same(first: Any, second: Any) -> bool:
             limits = getattr(first, "maxlen", 0), getattr(second, "maxlen", 0)
             equal = limits[0] == limits[1] and len(first) == len(second)
             return equal and all(map(_same, first, second))
+    if isinstance(first, Tensor) != isinstance(second, Tensor):
+        return False
     # Tensors, and arrays of numpy, compare to arrays, which have no truth.
     if hasattr(first, "dtype") and hasattr(second, "dtype"):
-        if type(first) is not type(second) or first.shape != second.shape:
-            return False
-        if not isinstance(first, Tensor):
-            return bool(
-                first.dtype == second.dtype and first.tobytes() == second.tobytes()
-            )
-        flat = first.reshape(-1), second.reshape(-1)
-        return first.dtype == second.dtype and not _distance(*flat, 0.0)[0]
+        return _same_array(first, second)
     # Only NaN differs from itself.
     return bool(first == second) or (first != first and second != second)
+
+
+def _same_array(first: Any, second: Any) -> bool:
+    """Return whether two tensors, or two arrays of numpy, are equal."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    if isinstance(first, Tensor):
+        return _distance(first.reshape(-1), second.reshape(-1), 0.0)[0] == 0
+    return bool(first.tobytes() == second.tobytes())
 
 
 def _show(found: Report) -> None:

@@ -128,14 +128,17 @@ class DescribedUnit:
             for slot in region.parameters:
                 # The shape is that of this rank's part of the plain model's parameter.
                 whole = "" if slot.whole is None else f", {slot.whole}"
-                # Shards of ``Block.ELEMENT`` may begin inside a row.
-                rows = plan.options.keeps_rows and len(slot.shape) > 1 and slot.numel
-                row = slot.numel // slot.shape[0] if rows else None
-                held = _held(self.parts(region, slot), row, slot.numel)
                 yield (
                     f"    {names[slot.index]:{width}}  {slot.shape!s:{shapes}}  "
-                    f"{held or 'no elements'}{whole}"
+                    f"{self._held(region, slot)}{whole}"
                 )
+
+    def _held(self, region: RegionLayout, slot: ParameterSlot) -> str:
+        """Return which rank holds which rows or elements of a parameter."""
+        # Shards of ``Block.ELEMENT`` may begin inside a row.
+        rows = self.plan.options.keeps_rows and len(slot.shape) > 1 and slot.numel
+        row = slot.numel // slot.shape[0] if rows else None
+        return _held(self.parts(region, slot), row, slot.numel) or "no elements"
 
 
 class DescribedTensor(NamedTuple):
