@@ -114,9 +114,7 @@ def _import(path: str) -> ModuleType:
             return importlib.import_module(path)
         # The script may import its neighbours.
         sys.path.insert(0, str(Path(path).resolve().parent))
-        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-        assert spec is not None
-        assert spec.loader is not None
+        spec: Any = importlib.util.spec_from_file_location(Path(path).stem, path)
         module = importlib.util.module_from_spec(spec)
         # Dataclasses and pickles look their module up.
         sys.modules[spec.name] = module
