@@ -62,7 +62,9 @@ def batch(time: int = 1) -> Tensor:
 
 def sums_over_ranks(output: Tensor) -> Tensor:
     """A loss that sends by itself, as layers of tensor parallelism do."""
-    return all_reduce(output, "sum", dist.group.WORLD).sum()
+    group: Any = dist.group.WORLD
+    total: Tensor = all_reduce(output, "sum", group).sum()
+    return total
 
 
 def run(model: Any = None, **options: Any) -> Simulation:
