@@ -211,10 +211,8 @@ def rekey_optim_state_dict(
             used only without ``optim``. Default: a single group of all parameters.
         optim: the optimizer; default: use ``optim_input``.
 
-    Returns: the state dict with the requested keys.
-
     Raises: CheckpointError, for a key that ``model`` or ``optim`` does not know, or if
-    names and numbers are mixed; TypeError, if ``optim_state_key_type`` is no key type.
+        names and numbers are mixed; TypeError, for another ``optim_state_key_type``.
     """
     kind = by_name(
         OptimStateKeyType, optim_state_key_type, argument="optim_state_key_type"

@@ -108,14 +108,11 @@ def optim_state_dict_to_load(
             the ranks of the model.
 
     Returns: a state dict, or a list of state dicts if ``optim`` is a list.
-
     Collective: none; with ``rank0_only`` one broadcast of the structure, one all-gather
-    of error texts, and one broadcast per tensor. A sharded value of another plan is
-    gathered by one broadcast from each rank that holds elements.
+        of error texts, and one broadcast per tensor. A sharded value of another plan is
+        gathered by one broadcast from each rank that holds elements.
     Raises: CheckpointError, listing names that are missing, left over or of another
-    shape; CompositionError, as ``optim_state_dict``. No optimizer has loaded anything
-    then. An error in ``load_state_dict`` of an optimizer of a list is raised after the
-    optimizers before it in the list have loaded.
+        shape; CompositionError, as ``optim_state_dict``. No optimizer has loaded then.
     """
     optims = require_pairs(model, optim, "optim_state_dict_to_load")
     units = _get_fsdp_states(model)
@@ -196,10 +193,7 @@ def state_to_load(
 def _own_state(
     members: list[Named], saved: Mapping[str, Mapping[str, Any]], senders: Route
 ) -> dict[str, dict[str, Any]]:
-    """Return copies of this rank's state by the name of the parameter.
-
-    Collective: those of ``_part``, in the same order on all ranks.
-    """
+    """Return copies of this rank's state by name. Collective: those of ``_part``."""
     found = {}
     # By name: the order of parameters may differ between ranks.
     for member in sorted(members, key=attrgetter("fqn")):
@@ -213,11 +207,7 @@ def _own_state(
 
 
 def _part(named: Named, name: str, value: Any, senders: Route) -> Any:
-    """Return this rank's part of a state value, as a copy.
-
-    Collective: one broadcast per group of ``senders`` for a tensor with dimensions;
-        else as ``whole_of_other``.
-    """
+    """Return a copy of this rank's part. Collective: a broadcast per sending group."""
     # A function, so that the whole is freed before the next is made.
     handle = named.handle
     device = named.parameter.device if handle is None else handle.layout.device
@@ -268,10 +258,7 @@ def _require_fit(
 def _without_other_experts(
     saved: Any, model: nn.Module, handles: Iterable[FlatParamHandle]
 ) -> Any:
-    """Return a saved state without the experts that other ranks hold.
-
-    Collective, Raises: over each ``expert_mesh`` as ``require_own_names``.
-    """
+    """Return a saved state without the experts that other ranks hold."""
     others: set[str] = set()
     for group, units in expert_units(handles).items():
         own = [

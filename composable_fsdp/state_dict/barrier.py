@@ -24,9 +24,9 @@ _LOAD_EVERYWHERE = (
 def barrier_before_gather(
     state: _FSDPState, module: nn.Module, settings: StateDictSettings
 ) -> None:
-    """Wait until all ranks of the shard group have called a full ``state_dict()``, too.
+    """
 
-    Collective: before the first gather of a tree as ``compare_models``; else none.
+    ait until all ranks call a full ``state_dict()``; compare models, once a tree.
     """
     # Sharded values and local shards are not gathered, so a rank may be alone.
     if (
