@@ -145,6 +145,10 @@ def _require_same_names(
         and named.handle.layout.plan.options.strategy is not ShardingStrategy.NO_SHARD
     )
     extra = sorted((theirs | set(saved["state"])) - {named.fqn for named in members})
+    handles = [named.handle for named in members if named.handle is not None]
+    if not partial and any(h.groups.experts_ref is not None for h in handles):
+        # Names of the experts of other ranks, which this rank does not know.
+        extra = []
     if missing or extra:
         raise CheckpointError(
             f"The optimizer state is of another model: missing {missing or 'nothing'}, "

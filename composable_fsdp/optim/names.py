@@ -217,8 +217,9 @@ def name_parameters(
                     f"Parameter {i} of the optimizer's group {g}, of shape "
                     f"{tuple(parameter.shape)}, is not a parameter of the "
                     f"{type(model).__name__} it was asked about. Pass the model that "
-                    "the optimizer trains. For a parameter of no model, make it of "
-                    "(name, parameter) pairs, with names that the model does not use."
+                    "the optimizer trains. For a parameter of no model, make the "
+                    "optimizer of (name, parameter) pairs, with names that the model "
+                    "does not use."
                 )
             members.append(Named(fqn, parameter, find_param(parameter)))
         table.groups.append(members)

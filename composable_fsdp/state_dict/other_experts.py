@@ -52,14 +52,6 @@ def refuse_experts(handles: Iterable[FlatParamHandle], what: str) -> None:
         )
 
 
-def require_own_names(names: Iterable[str], group: dist.ProcessGroup) -> list[str]:
-    """Return the names on the other ranks of ``group``. Raises: CheckpointError."""
-    told = collectives.all_gather_object(list(names), group)
-    require_different(told)
-    mine = group.rank()
-    return [name for rank, each in enumerate(told) if rank != mine for name in each]
-
-
 def require_different(told: Iterable[Iterable[str]]) -> None:
     """Raise CheckpointError if two ranks use a name for different experts."""
     seen: set[str] = set()
@@ -148,7 +140,7 @@ def add_other_experts(
     own = {key: state_dict[key] for key in keys if key in state_dict}
     if kind is StateDictType.SHARDED_STATE_DICT:
         # Each rank has its own entries, which DCP joins by name.
-        require_own_names(own, group)
+        require_different(collectives.all_gather_object(list(own), group))
         return
     if first_only:
         refuse_experts([state.handle], f"state_dict of {state.name} with rank0_only")
