@@ -70,7 +70,7 @@ def clip_grad_norm_(
             2.0.
         error_if_nonfinite: Raise if the norm is NaN or inf; this check waits for the
             GPU. Default False.
-        foreach: False processes gradients one by one. Default None, as True:
+        foreach: False scales gradients one by one. Default None, as True:
             multi-tensor operators.
 
     Returns: the norm before clipping, a 0-d tensor on the compute device, equal on all
@@ -98,10 +98,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_ expects a max_norm of 0 or above, got {max_norm}. A "
             "negative one would turn every gradient around."
         )
-    norms = _norms_one_by_one if foreach is False else torch._foreach_norm
-    found = norm_of(
-        "clip_grad_norm_", module_or_params, order, norms=norms, max_norm=max_norm
-    )
+    found = norm_of("clip_grad_norm_", module_or_params, order, max_norm=max_norm)
     total, gradients = found.total, found.tensors
     # Only a norm of 0 shows that no rank has a gradient. ``item()`` waits for the GPU,
     # so the test comes last.
@@ -123,13 +120,6 @@ _NO_GRADIENTS = (
     "clip_grad_norm_ found no gradient on this rank: nothing is clipped here. Call it "
     "after backward and before zero_grad, with the model or its parameters."
 )
-
-
-def _norms_one_by_one(
-    tensors: list[Tensor], norm_type: float, dtype: torch.dtype
-) -> list[Tensor]:
-    """Return the norm of each tensor, without multi-tensor operators."""
-    return [torch.linalg.vector_norm(t, norm_type, dtype=dtype) for t in tensors]
 
 
 def _scale(

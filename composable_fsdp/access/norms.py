@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import is_
 from typing import NamedTuple, SupportsFloat, cast
@@ -31,9 +31,6 @@ from composable_fsdp.flat.param_ref import ParamRef, in_model_order, originals_b
 from composable_fsdp.flat.region import FlatParameter, grad_of
 from composable_fsdp.planning import walk
 from composable_fsdp.tree.traversal import inside_wrappers
-
-Norms = Callable[[list[Tensor], float, torch.dtype], Sequence[Tensor]]
-"""Returns the norm of each tensor of a list."""
 
 _named_modules = nn.Module.named_modules
 _named_parameters = nn.Module.named_parameters
@@ -98,7 +95,6 @@ def norm_of(
     module_or_params: nn.Module | Iterable[Tensor] | Tensor,
     norm_type: float,
     *,
-    norms: Norms = torch._foreach_norm,
     max_norm: float | None = None,
 ) -> Norm:
     """Compute the norm of gradients or parameters, as ``clip_grad_norm_`` does."""
@@ -131,7 +127,7 @@ def norm_of(
         )
     parts = []
     for route, tensors in found.items():
-        part = _power(tensors, norm_type, norms, device, dtype)
+        part = _power(tensors, norm_type, device, dtype)
         parts.append(_over_ranks(part, route, infinite=norm_type == math.inf))
     stacked = torch.stack(parts)
     infinite = norm_type == math.inf
@@ -258,17 +254,13 @@ def is_chosen(ref: ParamRef, chosen: dict[int, Tensor]) -> bool:
 
 
 def _power(
-    tensors: list[Tensor],
-    norm_type: float,
-    norms_of: Norms,
-    device: torch.device,
-    dtype: torch.dtype,
+    tensors: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """Return the sum of ``|g| ** norm_type``, or the maximum for the inf norm."""
     filled = [g.abs() if g.is_complex() else g for g in tensors if g.numel()]
     if not filled:
         return torch.zeros((), device=device, dtype=torch.float64)
-    norms = norms_of(filled, norm_type, dtype)
+    norms: Sequence[Tensor] = torch._foreach_norm(filled, norm_type, dtype)
     if len({norm.device for norm in norms}) > 1:
         # Units with CPU offload and units without are clipped together.
         norms = [norm.to(device) for norm in norms]

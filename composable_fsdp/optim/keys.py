@@ -119,8 +119,9 @@ def _of_names(keys: list[str], table: Table) -> Keys:
             known.setdefault(strip_wrapper(name), mine[id(parameter)])
     by_model = {key: known.get(strip_wrapper(key)) for key in keys}
     made_with: Keys = {}
-    if len(table.given) == len(members):
-        made_with = dict(zip(table.given, (m.fqn for m in members), strict=True))
+    given = [name for group in table.own for name in group.get("param_names", ())]
+    if len(given) == len(members):
+        made_with = dict(zip(given, (m.fqn for m in members), strict=True))
     by_optim = {key: made_with.get(key) for key in keys}
     # All keys must come from the same table: a mixture of both would be a guess.
     whole = (each for each in (by_model, by_optim) if None not in each.values())

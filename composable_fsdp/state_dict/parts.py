@@ -42,8 +42,7 @@ def sharded_values(handle: FlatParamHandle, *, to_cpu: bool) -> dict[int, Tensor
     """Return copies of this rank's part of the unit's parameters, by slot index."""
     return {
         ref.slot.index: sharded_value(
-            ref,
-            ref.leaf.detach().to("cpu" if to_cpu else ref.leaf.device, copy=True),
+            ref, ref.leaf.detach().to("cpu" if to_cpu else ref.leaf.device, copy=True)
         )
         for ref in param_refs(handle)
     }

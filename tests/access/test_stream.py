@@ -24,15 +24,8 @@ from composable_fsdp.access import boxes, stream_full, stream_plan
 from composable_fsdp.errors import CompositionError, DesyncError, PhaseError
 from composable_fsdp.features import flat_parameters
 from tests.parallel.experts import Recipe as Experts
-from tests.parallel.models import (
-    Recipe,
-    batch,
-    mesh_of,
-    sharded,
-)
-from tests.parallel.models import (
-    loss_of as parallel_loss,
-)
+from tests.parallel.models import Recipe, batch, mesh_of, sharded
+from tests.parallel.models import loss_of as parallel_loss
 from tests.support.memory import LiveBytes
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
@@ -335,10 +328,7 @@ SIZES = [{"max_bytes": n} for n in (1, 900, 5000, 1 << 30)]
 @pytest.mark.parametrize("strategy", [*ShardingStrategy][:3])
 @on_ranks(1, 2, 3)
 def test_device_memory_is_that_of_the_plan_to_the_byte(
-    world: World,
-    strategy: ShardingStrategy,
-    to: list[int] | None,
-    how: dict[str, Any],
+    world: World, strategy: ShardingStrategy, to: list[int] | None, how: dict[str, Any]
 ) -> None:
     """Shards and two buckets; ranks that do not receive hold none."""
     model = gpt("composable", tied_head=True, strategy=strategy)
