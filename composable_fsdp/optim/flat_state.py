@@ -122,22 +122,38 @@ def _group(options: Group, params: list[Any]) -> Group:
     return {**kept, "params": params}
 
 
-def state_of_originals(optim: Any) -> StateDict:
-    """Return state and groups of an optimizer over flat parameters, as of originals."""
+def unflatten_state(param_groups: list[Group], given: Any) -> Any:
+    """Convert state over flat parameters into views by originals; else as it is."""
+    if not has_flats(param_groups) or not _is_flat_form(param_groups, given):
+        return given
+    theirs = [dict(group) for group in given["param_groups"]]
+    take_marks(param_groups, theirs)
     state: dict[int, Values] = {}
     groups: list[Group] = []
     number = 0
-    for group in optim.param_groups:
+    for own, saved in zip(param_groups, theirs, strict=True):
         first = number
-        for parameter in group["params"]:
-            values, found = optim.state.get(parameter, {}), find_flat(parameter)
-            each = [values]
-            if found is not None:
-                each = [values_of(part, found[1], values) for part in parts_of(*found)]
-            state |= {n: own for n, own in enumerate(each, number) if own}
-            number += len(each)
-        groups.append(_group(group, list(range(first, number))))
-    return {"state": state, "param_groups": groups}
+        for parameter, key in zip(own["params"], saved["params"], strict=True):
+            values, found = given["state"].get(key), find_flat(parameter)
+            parts = [] if found is None else parts_of(*found)
+            if values is not None and found is None:
+                state[number] = values
+            elif values is not None and found is not None:
+                each = (values_of(part, found[1], values) for part in parts)
+                state |= dict(enumerate(each, number))
+            number += len(parts) or 1
+        groups.append(_group(saved, list(range(first, number))))
+    return {**given, "state": state, "param_groups": groups}
+
+
+def _is_flat_form(param_groups: list[Group], given: Any) -> bool:
+    """Return whether the groups of ``given`` have numbers, as many as parameters."""
+    if not isinstance(given, dict) or "param_groups" not in given:
+        return False
+    theirs = [group["params"] for group in given["param_groups"]]
+    sizes = [len(group["params"]) for group in param_groups]
+    numbers = all(isinstance(key, int) for keys in theirs for key in keys)
+    return numbers and list(map(len, theirs)) == sizes
 
 
 def values_of(part: Part, flat: FlatParamRecord, values: Values) -> Values:
@@ -147,6 +163,8 @@ def values_of(part: Part, flat: FlatParamRecord, values: Values) -> Values:
 
 def _value_of(part: Part, flat: FlatParamRecord, name: str, value: Any) -> Any:
     """Return an original's part of one state. Raises: CheckpointError."""
+    if isinstance(value, ShardedValue):
+        value = flat_part(flat, name, value)
     if not isinstance(value, Tensor):
         return value
     if value.shape == (flat.layout.shard_numel,):

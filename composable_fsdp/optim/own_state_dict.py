@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.optim.flat_state import has_flats, originals, state_of_originals
+from composable_fsdp.optim.flat_state import originals, unflatten_state
 from composable_fsdp.optim.keys import state_by_name
 from composable_fsdp.optim.names import (
     Group,
@@ -32,15 +32,16 @@ def local_state_dict(optim: Optimizer) -> dict[str, Any]:
     """Return ``optim.state_dict()`` per original, with plain tensors of this rank."""
     token = wants_parts.set(True)
     try:
-        is_flat = has_flats(optim.param_groups)
-        found = state_of_originals(optim) if is_flat else optim.state_dict()
+        found = optim.state_dict()
     finally:
         wants_parts.reset(token)
-    state = {
+    plain = {
         key: plain_values(optim, values) if isinstance(values, dict) else values
         for key, values in found["state"].items()
     }
+    found = unflatten_state(optim.param_groups, {**found, "state": plain})
     # State that an earlier load left of a parameter without elements is stale.
+    state = dict(found["state"])
     parameters = [p for g in originals(optim.param_groups) for p in g["params"]]
     for number, parameter in enumerate(parameters):
         if is_absent(parameter) and is_empty(state.get(number, {})):
@@ -118,6 +119,8 @@ def joined_state(
         is_alone = isinstance(saved, dict) and "param_groups" not in saved
         if is_alone and isinstance(saved.get("state"), dict):
             saved = {**saved, "param_groups": _numbered(optim, saved["state"])}
+        # First per original, because flat parameters have no names.
+        saved = unflatten_state(optim.param_groups, saved)
         saved = unwrapped(state_by_name(saved, table, what, partial=is_alone))
         # No name occurs twice, because ``optimizers_of`` refuses shared parameters.
         state.update(saved["state"])
@@ -132,5 +135,5 @@ def _numbered(optim: Optimizer, state: dict[Any, Any]) -> list[Group]:
     numbers = count()
     return [
         {**group, "params": [next(numbers) for _ in group["params"]]}
-        for group in originals(optim.param_groups)
+        for group in optim.param_groups
     ]
