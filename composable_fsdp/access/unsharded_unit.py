@@ -119,10 +119,7 @@ class UnshardedUnit:
 
     @torch.no_grad()
     def take_assigned(self) -> None:
-        """Copy parameters that the block assigned into the buffers.
-
-        Raises: PhaseError.
-        """
+        """Copy parameters that the block assigned into the buffers; refuse misfits."""
         handle = self.handle
         regions = zip(handle.layout.regions, self.fulls, strict=False)
         homes = [

@@ -170,10 +170,7 @@ def sharded_state(
     to_cpu: bool,
     alone: bool = False,
 ) -> dict[str, Any]:
-    """Return copies in sharded values.
-
-    Collective: names are exchanged, unless alone.
-    """
+    """Return copies in sharded values. Collective: names, unless ``alone``."""
     members, options, states = _agreed(model, optims, given, alone=alone)
     result = {
         named.fqn: {k: as_sharded(named, _copy(v, to_cpu)) for k, v in values.items()}

@@ -24,10 +24,7 @@ _LOAD_EVERYWHERE = (
 def barrier_before_gather(
     state: _FSDPState, module: nn.Module, settings: StateDictSettings
 ) -> None:
-    """
-
-    ait until all ranks call a full ``state_dict()``; compare models, once a tree.
-    """
+    """Wait until all ranks call a full ``state_dict()``; compare models once."""
     # Sharded values and local shards are not gathered, so a rank may be alone.
     if (
         state.handle.groups.shard is None

@@ -137,10 +137,7 @@ def _begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
-    """
-
-    how the sharded parameters again, and apply the settings to all entries below.
-    """
+    """Show the sharded parameters again; apply the settings to all entries below."""
     state = OWNERS.get(module)
     saving = None if state is None else _running.get(state)
     if saving is None or saving.module is not module or saving.prefix != prefix:
