@@ -76,16 +76,18 @@ def clip_grad_norm_(
     Returns: the norm before clipping, a 0-d tensor on the compute device, equal on all
         ranks; NaN or inf on every rank of a shard group if that of any of them is.
     Collective: per shard group among the parameters an all-reduce of one float64 (two
-        for the ``inf`` norm); for parameters that tensor parallelism cuts, another over
-        its ranks. All ranks must pass the same parameters. If ``error_if_nonfinite``
-        raises, also an all-gather of objects, for the message.
-    Raises: DesyncError, if another rank does not make this call, with equal numbers,
-        before anything is sent; CompositionError, for units whose gradients are over
-        the data of different ranks; ValueError, unless ``norm_type`` > 0 and
-        ``max_norm`` >= 0; TypeError, for an argument that is no parameter; RuntimeError
-        for ``error_if_nonfinite``, before any gradient is scaled: on all ranks alike,
-        since a reduction spreads a NaN or inf. A NaN that is written after it into the
-        gradients of one replica (HYBRID_SHARD) is known to that replica alone.
+        for the ``inf`` norm, and on the CPU two more, which compare ``max_norm``); for
+        parameters that tensor parallelism cuts, another over its ranks. All ranks must
+        pass the same parameters. If ``error_if_nonfinite`` raises, also an all-gather
+        of objects, for the message.
+    Raises: DesyncError, if another rank does not make this call, before anything is
+        sent, or, on the CPU, passes another ``max_norm``; CompositionError, for units
+        whose gradients are over the data of different ranks; ValueError, unless
+        ``norm_type`` > 0 and ``max_norm`` >= 0; TypeError, for an argument that is no
+        parameter; RuntimeError for ``error_if_nonfinite``, before any gradient is
+        scaled: on all ranks alike, since a reduction spreads a NaN or inf. A NaN that
+        is written after it into the gradients of one replica (HYBRID_SHARD) is known to
+        that replica alone.
 
     >>> model(x).sum().backward()
     >>> norm = clip_grad_norm_(model, max_norm=1.0)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import struct
+import zlib
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import is_
-from typing import NamedTuple, SupportsFloat, cast
+from typing import NamedTuple, NoReturn, SupportsFloat, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_fsdp.access.other_parts import (
@@ -19,7 +22,9 @@ from composable_fsdp.access.other_parts import (
 )
 from composable_fsdp.access.unsharded_unit import require_awake
 from composable_fsdp.comm import collectives
+from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.meeting import Call, meet
+from composable_fsdp.errors import DesyncError
 from composable_fsdp.flat.flat_parameter import (
     add_own_gradients,
     find_flat,
@@ -29,6 +34,7 @@ from composable_fsdp.flat.gradients import shard_views, views_are_intact
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, in_model_order, originals_by_vars
 from composable_fsdp.flat.region import FlatParameter, grad_of
+from composable_fsdp.naming import listed
 from composable_fsdp.planning import walk
 from composable_fsdp.tree.traversal import inside_wrappers
 
@@ -95,7 +101,7 @@ def norm_of(
     module_or_params: nn.Module | Iterable[Tensor] | Tensor,
     norm_type: float,
     *,
-    max_norm: float | None = None,
+    max_norm: float = 0.0,
 ) -> Norm:
     """Compute the norm of gradients or parameters, as ``clip_grad_norm_`` does."""
     chosen = parameters_given(module_or_params, call)
@@ -115,20 +121,24 @@ def norm_of(
     if len(routes) > 1 or len({handle.groups.names for handle in handles}) > 1:
         require_one_world(handles, call)
     if routes:
-        details = [f"norm_type={norm_type:g}", f"{dtype}"]
-        details += [] if max_norm is None else [f"max_norm={max_norm:g}"]
+        # Without ``max_norm``: a value that changes would visit the store every step.
+        details = (f"norm_type={norm_type:g}", f"{dtype}")
         about = f"{count_common(chosen, handles)} parameters"
-        # A training loop repeats this call, and an expected call visits no store; one
-        # with a ``max_norm`` that changes does.
+        # A training loop repeats this call, and an expected call visits no store.
         meet(
             dict.fromkeys(chain(*routes)),
-            Call(call, about, tuple(details), _WAY_OUT.format(call)),
+            Call(call, about, details, _WAY_OUT.format(call)),
             always=False,
         )
-    parts = []
+    parts, differing = [], []
     for route, tensors in found.items():
         part = _power(tensors, norm_type, device, dtype)
-        parts.append(_over_ranks(part, route, infinite=norm_type == math.inf))
+        part, same = _over_ranks(part, route, norm_type, max_norm)
+        parts.append(part)
+        differing += [] if same else [route]
+    # After the last group, whose other ranks wait for this rank.
+    for route in differing:
+        _refuse_max_norms(max_norm, route)
     stacked = torch.stack(parts)
     infinite = norm_type == math.inf
     total = stacked.amax() if infinite else stacked.sum() ** (1.0 / norm_type)
@@ -136,16 +146,55 @@ def norm_of(
     return Norm(total.to(dtype), every, handles, chosen, routes, parts[1:])
 
 
-def _over_ranks(part: Tensor, route: Route, *, infinite: bool) -> Tensor:
-    """Return the sum or maximum over ranks. Collective: an all-reduce per group."""
+def _over_ranks(
+    part: Tensor, route: Route, norm_type: float, max_norm: float
+) -> tuple[Tensor, bool]:
+    """Return the sum of the ranks' powers, or the largest; if ``max_norm`` is the same.
+
+    Collective: an all-reduce over each group of ``route``.
+    """
     if not route:
-        return part
+        return part, True
+    infinite = norm_type == math.inf
     # A maximum may lose a NaN (gloo's does), so a second number tells of one.
     sent = [part.nan_to_num(0.0, posinf=math.inf), part.isnan().to(part)]
-    both = torch.stack(sent if infinite else [part])
+    sent = sent if infinite else [part]
+    # On a GPU the host would wait for the result.
+    compares = part.device.type == "cpu" and all(map(can_compare, route))
+    if compares:
+        # 18 bits: the sum of the squares of 100,000 ranks is exact in float64.
+        mark = zlib.crc32(struct.pack("d", max_norm)) >> 14
+        sent += [part.new_tensor(mark), part.new_tensor(-mark if infinite else mark**2)]
+    both = torch.stack(sent)
     for group in route:
         collectives.all_reduce(both, group, maximum=infinite)
-    return torch.where(both[1] > 0, math.nan, both[0]) if infinite else both[0]
+    total = torch.where(both[1] > 0, math.nan, both[0]) if infinite else both[0]
+    if not compares:
+        return total, True
+    # Integers: a square of a sum may need more bits than float64 has.
+    one, other = map(int, both[-2:].tolist())
+    # Equal marks: the largest is the least, or their variance is 0.
+    ranks = math.prod(group.size() for group in route)
+    return total, other == -one if infinite else other * ranks == one * one
+
+
+def _refuse_max_norms(max_norm: float, route: Route) -> NoReturn:
+    """Raise the error of ranks that clip to different norms.
+
+    Collective: an all-gather of objects over each group of ``route``.
+    Raises: DesyncError, on all ranks of ``route``.
+    """
+    given = [(dist.get_rank(), max_norm)]
+    for group in route:
+        # After the first group a rank passes on the values of the whole group.
+        parts = collectives.all_gather_object(given, group)
+        given = [each for part in parts for each in part]
+    told = (f"{norm:g} on rank {rank}" for rank, norm in sorted(given))
+    raise DesyncError(
+        f"clip_grad_norm_ expects the same max_norm on all ranks, got {listed(told)}. "
+        "Each rank would scale its part of a gradient by another factor. Nothing was "
+        "scaled. Compute max_norm from values that are equal on all ranks."
+    )
 
 
 def _device_and_dtype(
