@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.access.block import block
 from composable_fsdp.access.norms import as_number, as_order, norm_of
 from composable_fsdp.access.settings import set_reshard, units_of
 from composable_fsdp.tree.moments import NAME_NONFINITE
 
 
-@contextmanager
+@block
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Accumulate gradients locally, without communication, while the block runs.
 

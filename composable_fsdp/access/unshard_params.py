@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 import torch.distributed as dist
 from torch import nn
 
+from composable_fsdp.access.block import block
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.access.unsharded_unit import _unshard_state, require_same_values
 from composable_fsdp.comm.consensus import failed_rank, send_failure
@@ -38,7 +39,7 @@ Route = tuple[dist.ProcessGroup, ...]
 """The groups of a unit, over which an outcome travels in turn."""
 
 
-@contextmanager
+@block
 def unshard_params(
     module: nn.Module,
     *,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -95,6 +96,14 @@ def another_shape_assigned(m: Any, path: Path) -> None:
     model = cf.fully_shard(tiny_mlp())
     model[0].weight = nn.Parameter(torch.zeros(1, 1))
     model(torch.ones(1, 8))
+
+
+def block_without_with(m: Any, path: Path) -> None:
+    """Raise the warning that Python prints when the block is collected."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        cf.unshard_params(cf.fully_shard(tiny_mlp()))
+    raise told[0].message  # type: ignore[misc]  # a Warning
 
 
 def tensor_parallel_mesh(m: Any, path: Path) -> None:
@@ -192,6 +201,7 @@ REFUSED: dict[str, Wrong] = {
         lambda m, p: api.unshard(nn.Sequential(sharded()))
     ),
     r"got 1-D, dims named 'tp'.*must not be passed": tensor_parallel_mesh,
+    r"unshard_params\(\.\.\.\) without `with` did nothing": block_without_with,
     r"exists already.*another name": export_twice,
     r"Of another dtype: '0\.weight'.*cast=True\) converts dtypes": another_dtype,
     r"Parameter '0\.weight' was changed.*found \(1, 1\).*set_full_param": (

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NoReturn
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
+from composable_fsdp.access.block import block
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.access.unsharded_unit import UNSHARDED
 from composable_fsdp.errors import PhaseError
@@ -182,7 +182,7 @@ def wake(model: nn.Module, optimizer: Optimizers = None) -> None:
         )
 
 
-@contextmanager
+@block
 def released(
     model: nn.Module, optimizer: Optimizers = None, *, keep: str = "gradients"
 ) -> Iterator[None]:

@@ -1,0 +1,45 @@
+"""Context managers that say so if they were called without ``with``."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, _GeneratorContextManager
+from typing import Any, ParamSpec, cast
+
+P = ParamSpec("P")
+
+
+class _Block(_GeneratorContextManager[None]):
+    """A context manager that warns if nothing has entered it."""
+
+    def _recreate_cm(self) -> Any:
+        # A decorator enters a copy for each call.
+        self._is_used = True
+        return super()._recreate_cm()
+
+    def __enter__(self) -> None:
+        self._is_used = True
+        return super().__enter__()
+
+    def __del__(self) -> None:
+        if not hasattr(self, "_is_used") and hasattr(self, "func"):
+            name = self.func.__name__
+            warnings.warn(
+                f"{name}(...) without `with` did nothing: write `with {name}(...):`.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def block(
+    function: Callable[P, Iterator[None]],
+) -> Callable[P, AbstractContextManager[None]]:
+    """Return ``function`` as ``contextmanager`` does."""
+
+    @functools.wraps(function)
+    def made(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[None]:
+        return _Block(cast(Any, function), args, kwargs)
+
+    return made
