@@ -50,25 +50,43 @@ def gather_flat_values(
     return fulls
 
 
-def whole_in(ref: ParamRef, full: Tensor) -> Tensor:
-    """Return a parameter's value in a region's ``full`` ``(padded_numel,)``.
+@torch.no_grad()
+def gather_whole(
+    handle: FlatParamHandle,
+    shards: list[Tensor],
+    refs: Sequence[ParamRef],
+    *,
+    first_only: bool,
+    to_cpu: bool,
+) -> list[Tensor]:
+    """Return new whole values of ``refs``, of which the unit has ``shards`` per region.
 
-    Collective: of a parameter that tensor parallelism cuts, an all-gather over its
-        ranks; else none, and the value is a view.
+    With ``first_only`` ranks other than the first return none.
+
+    Collective: as ``gather_flat_values``, with ``first_only`` only in the first
+        replica. Of parameters that tensor parallelism cuts, an all-gather each.
     """
-    slot = ref.slot
-    part = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
-    return ref.form.whole(part)
+    # All replicas hold equal values, so a single replica gathers.
+    if first_only and not handle.groups.in_first_replica:
+        return []
+    fulls = gather_flat_values(handle, shards, first_only=first_only)
+    made = []
+    for ref in refs if fulls else ():
+        full, slot = fulls[handle.layout.regions.index(ref.region)], ref.slot
+        part = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        value = ref.form.whole(part)
+        if slot.strides:
+            # Values of the plain model have its memory format.
+            value = value.new_empty_strided(value.shape, slot.strides).copy_(value)
+        # Copied, so that the caller's tensors do not keep the full buffer alive.
+        home = "cpu" if to_cpu else value.device
+        made.append(value.to(home, copy=not slot.strides))
+    return made
 
 
 @torch.no_grad()
 def gather_slot(ref: ParamRef, part: Tensor) -> Tensor:
-    """Return the full value of a parameter, of which ``part`` is this rank's part.
-
-    Collective: over the shard group a broadcast from each rank that holds elements, of
-        these elements; none without a shard group. Of a parameter that tensor
-        parallelism cuts, an all-gather over its ranks.
-    """
+    """Return a parameter's full value. Collective: a broadcast per rank that holds."""
     handle, slot = ref.handle, ref.slot
     group = handle.groups.shard
     if part.is_meta:
@@ -94,10 +112,7 @@ def gather_part(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Tensor:
-    """Return the full tensor of which rank *r* holds the elements ``intervals[r]``.
-
-    Collective: over ``group`` a broadcast from each rank that holds elements.
-    """
+    """Return what ranks hold as ``intervals``. Collective: a broadcast per holder."""
     whole = memory.new_buffer(prod(shape), part.dtype, device)
     for rank, (start, stop) in enumerate(intervals):
         if start == stop:

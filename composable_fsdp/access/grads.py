@@ -70,7 +70,7 @@ def clip_grad_norm_(
             2.0.
         error_if_nonfinite: Raise if the norm is NaN or inf; this check waits for the
             GPU. Default False.
-        foreach: False processes gradients one by one. Default None, as True:
+        foreach: False scales gradients one by one. Default None, as True:
             multi-tensor operators.
 
     Returns: the norm before clipping, a 0-d tensor on the compute device, equal on all
@@ -85,10 +85,9 @@ def clip_grad_norm_(
         whose gradients are over the data of different ranks; ValueError, unless
         ``norm_type`` > 0 and ``max_norm`` >= 0; TypeError, for an argument that is no
         parameter; RuntimeError for ``error_if_nonfinite``, before any gradient is
-        scaled: on all ranks alike, since a reduction spreads a NaN or inf. Replicas
-        (HYBRID_SHARD) reduce no norm between them, so of one written into the gradients
-        of one replica after the reduction, the ranks of that replica alone return NaN
-        or raise; the others go on without waiting for them.
+        scaled: on all ranks alike, since a reduction spreads a NaN or inf. A NaN that
+        is written after it into the gradients of one replica (HYBRID_SHARD) is known to
+        that replica alone.
 
     >>> model(x).sum().backward()
     >>> norm = clip_grad_norm_(model, max_norm=1.0)
@@ -101,10 +100,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_ expects a max_norm of 0 or above, got {max_norm}. A "
             "negative one would turn every gradient around."
         )
-    norms = _norms_one_by_one if foreach is False else torch._foreach_norm
-    found = norm_of(
-        "clip_grad_norm_", module_or_params, order, norms=norms, max_norm=max_norm
-    )
+    found = norm_of("clip_grad_norm_", module_or_params, order, max_norm=max_norm)
     total, gradients = found.total, found.tensors
     # Only a norm of 0 shows that no rank has a gradient. ``item()`` waits for the GPU,
     # so the test comes last.
@@ -126,13 +122,6 @@ _NO_GRADIENTS = (
     "clip_grad_norm_ found no gradient on this rank: nothing is clipped here. Call it "
     "after backward and before zero_grad, with the model or its parameters."
 )
-
-
-def _norms_one_by_one(
-    tensors: list[Tensor], norm_type: float, dtype: torch.dtype
-) -> list[Tensor]:
-    """Return the norm of each tensor, without multi-tensor operators."""
-    return [torch.linalg.vector_norm(t, norm_type, dtype=dtype) for t in tensors]
 
 
 def _scale(

@@ -14,14 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp.access.single import closest_names
-from composable_fsdp.access.tensors import Entry, beside, entries_of, entry_of
+from composable_fsdp.access.tensors import Entry, beside, entries_of
 from composable_fsdp.access.unshard_params import _route, units_with_parts
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.boxes import interval_boxes, moved
-from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
-from composable_fsdp.planning.planner import lay_out_again
 from composable_fsdp.tree.state import _FSDPState
 
 RankBox = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -46,10 +43,11 @@ def boxes(
 
     The boxes of a name hold each of its elements once; with ``replicas`` once on each
     rank that has them. Names are those of ``stream_full``. A rank's boxes of a name lie
-    in its sharded parameter one behind the other. Of experts that are no DTensors
-    (``expert_mesh``), a rank knows its own alone.
+    in its sharded parameter one behind the other.
 
-    Raises: CompositionError, if the ranks of the meshes form no regular grid.
+    Raises: CompositionError, if the ranks of the meshes form no regular grid, if parts
+        of tensor parallelism differ in size, and for experts that are no DTensors
+        (``expert_mesh``), of which a rank knows its own alone.
 
     >>> boxes(model)["head.weight"]
     ((0, (0, 0), (4, 4)),)
@@ -113,37 +111,33 @@ def _boxes_of(
     entry: Entry, states: Sequence[_FSDPState], *, replicas: bool
 ) -> Iterator[RankBox]:
     """Yield the boxes of a tensor, for each place in the grid of ranks."""
-    state, ref, here = entry.state, entry.ref, dist.get_rank()
+    ref, here = entry.ref, dist.get_rank()
     grid = _grid(entry, states)
     used = [range(len(r) if is_cut or replicas else 1) for r, is_cut in grid]
     for at in product(*used):
         # The ranks of a grid have strides.
         rank = here + sum(r[i] - here for (r, _), i in zip(grid, at, strict=True))
-        mesh = at[1 : 1 + len(entry.axes)]
-        shape, offset = entry.rectangle(mesh)
+        shape, offset = entry.rectangle(at[1 : 1 + len(entry.axes)])
         start, stop = 0, prod(shape)
-        if state is not None and ref is not None:
-            layout, slot = ref.region.layout, ref.slot
-            if shape != slot.shape:
-                there = {g: i for (g, _), i in zip(entry.axes, mesh, strict=True)}
-                layout, slot = _laid_out(state, there)[slot.index]
-            start, stop = layout.interval(slot, at[0])
+        if ref is not None:
+            # Such ranks lay out their regions otherwise.
+            if shape != ref.slot.shape:
+                raise CompositionError(
+                    f"boxes: parts of {quoted(entry.names[0])} differ in size over the "
+                    f"ranks of tensor parallelism ({ref.slot.shape} here, {shape} on "
+                    f"rank {rank}). Choose sizes that the ranks divide, or send whole "
+                    "tensors by stream_full."
+                )
+            start, stop = ref.region.layout.interval(ref.slot, at[0])
         for box in moved(interval_boxes(shape, start, stop), offset):
             yield rank, box.offsets, box.sizes
 
 
 def _grid(entry: Entry, states: Sequence[_FSDPState]) -> list[tuple[list[int], bool]]:
-    """Return the ranks along each axis, and whether they hold other parts.
-
-    The shard group comes first, then the mesh dims, then the axes of copies.
-    """
-    here, state = dist.get_rank(), entry.state
+    """Return ranks and whether parts differ, of shard group, mesh dims, copies."""
+    here = dist.get_rank()
     shard = None if entry.ref is None else entry.ref.handle.groups.shard
     own = [(shard, True), *((group, dim is not None) for group, dim in entry.axes)]
-    if state is not None:
-        # Other ranks have copies, too; but of an expert those of its unit alone.
-        is_alone = state.handle.groups.experts is not None
-        states = [state, *([] if is_alone else states)]
     copies = [(group, False) for each in states for group in _route(each)]
     grid: list[tuple[list[int], bool]] = []
     span = {here}
@@ -159,31 +153,3 @@ def _grid(entry: Entry, states: Sequence[_FSDPState]) -> list[tuple[list[int], b
             "init_device_mesh."
         )
     return grid
-
-
-def _laid_out(
-    state: _FSDPState, there: Mapping[dist.ProcessGroup, int]
-) -> dict[int, tuple[RegionLayout, ParameterSlot]]:
-    """Return by index where parameters of a unit lie on ranks at ``there``.
-
-    Raises: CompositionError, if the unit was laid out anew since ``fully_shard``.
-    """
-    handle = state.handle
-    shapes: dict[int, tuple[int, ...]] = {}
-    for ref in param_refs(handle):
-        entry = entry_of(ref.name, ref, ref.leaf, ref.leaf.dtype)
-        at = [there.get(group, group.rank()) for group, _ in entry.axes]
-        shapes[ref.slot.index] = entry.rectangle(at)[0]
-    plan, size = handle.layout.plan, handle.groups.shard_world_size
-    same, other = (lay_out_again(plan, state.options, size, x) for x in (None, shapes))
-    offsets, again = (
-        {(s.index, s.offset, each.shard_numel) for each in x for s in each.parameters}
-        for x in (plan.regions, same)
-    )
-    if offsets != again:
-        raise CompositionError(
-            f"boxes: parts of parameters of {state.title} differ in size over the "
-            "ranks of tensor parallelism, and it was frozen, unfrozen or laid out by "
-            "map_on_owners. Choose sizes that the ranks divide."
-        )
-    return {s.index: (each, s) for each in other for s in each.parameters}

@@ -70,8 +70,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     Writes to full parameters, and attributes set on them (``requires_grad``), are lost;
     see ``unshard_params``. A full parameter that is kept shows this rank's rows after
     the reshard; one that a forward has read does so after the next optimizer step, and
-    keeps the unit's full memory until then. After an update in place without a
-    ``torch.optim`` optimizer, it does so at the next reshard.
+    keeps the unit's full memory until then.
 
     If the shards change meanwhile by anything but ``load_state_dict`` or
     ``set_full_param``, for example by an optimizer step, the next forward raises; a
@@ -79,12 +78,9 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     while the unit is unsharded: ``module.parameters()`` are then the full parameters,
     which are not trained, and the first step raises.
 
-    Args:
-        module: A fully sharded module, or a wrapper around such a module.
-        async_op: Return at once; ``wait()`` of the returned object, or the unit's
-            forward, shows the parameters. Default False.
+    With ``async_op`` the call returns an ``UnshardHandle`` at once; its ``wait()``, or
+    the unit's forward, shows the parameters.
 
-    Returns: an ``UnshardHandle`` if ``async_op``, else None.
     Collective: the unit's all-gather over its shard group, if the unit is sharded or
         keeps the full parameters of a forward for backward.
     Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError,
@@ -132,9 +128,8 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
 def reshard(module: nn.Module) -> None:
     """Show the sharded parameters of the unit ``module`` and free the full parameters.
 
-    Units below are unchanged. A sharded unit does not change.
-
-    A unit that is resharded between forward and backward is all-gathered again.
+    Units below are unchanged. A unit that is resharded between forward and backward is
+    all-gathered again.
 
     Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError,
         inside the unit's own forward or backward, or inside ``unshard_params``.
@@ -198,8 +193,7 @@ def is_sharded(module: nn.Module) -> bool:
     The result is also True between forward and backward of a unit that keeps the memory
     of the full parameters: the parameters found in ``module`` are then sharded.
 
-    Raises: CompositionError, if ``module`` is no fully sharded
-        module.
+    Raises: CompositionError, if ``module`` is no fully sharded module.
     """
     return not state_of_unit(module, "is_sharded").handle.is_full
 
@@ -210,8 +204,7 @@ def full_shape(parameter: Tensor) -> torch.Size:
     A sharded parameter shows the shape of this rank's part. For any other parameter the
     result is ``parameter.shape``.
 
-    Raises: CompositionError, for a flat parameter, which joins
-        several parameters.
+    Raises: CompositionError, for a flat parameter, which joins several parameters.
     """
     if find_flat(parameter) is not None:
         raise CompositionError(
@@ -244,10 +237,6 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     method's inputs and outputs as inputs and outputs of a forward. Registration of a
     registered method, or of ``"forward"``, does nothing. So does a module that has
     nothing to do with sharding; a script therefore also runs unsharded.
-
-    Args:
-        module: A fully sharded module, or a wrapper around such a module.
-        name: The name of the method.
 
     Collective: none; each call of the method issues the collectives of a forward.
     Raises: CompositionError, if the method does not exist or is a generator or

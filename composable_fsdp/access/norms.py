@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import is_
 from typing import NamedTuple, NoReturn, SupportsFloat, cast
@@ -37,9 +37,6 @@ from composable_fsdp.flat.region import FlatParameter, grad_of
 from composable_fsdp.naming import listed
 from composable_fsdp.planning import walk
 from composable_fsdp.tree.traversal import inside_wrappers
-
-Norms = Callable[[list[Tensor], float, torch.dtype], Sequence[Tensor]]
-"""Returns the norm of each tensor of a list."""
 
 _named_modules = nn.Module.named_modules
 _named_parameters = nn.Module.named_parameters
@@ -104,13 +101,9 @@ def norm_of(
     module_or_params: nn.Module | Iterable[Tensor] | Tensor,
     norm_type: float,
     *,
-    norms: Norms = torch._foreach_norm,
     max_norm: float = 0.0,
 ) -> Norm:
-    """Compute the norm of the gradients, or of the parameters if ``call`` says so.
-
-    Collective, Raises: as ``clip_grad_norm_``.
-    """
+    """Compute the norm of gradients or parameters, as ``clip_grad_norm_`` does."""
     chosen = parameters_given(module_or_params, call)
     handles, others = units_and_others(chosen)
     require_awake(handles, call)
@@ -139,7 +132,7 @@ def norm_of(
         )
     parts, differing = [], []
     for route, tensors in found.items():
-        part = _power(tensors, norm_type, norms, device, dtype)
+        part = _power(tensors, norm_type, device, dtype)
         part, same = _over_ranks(part, route, norm_type, max_norm)
         parts.append(part)
         differing += [] if same else [route]
@@ -310,17 +303,13 @@ def is_chosen(ref: ParamRef, chosen: dict[int, Tensor]) -> bool:
 
 
 def _power(
-    tensors: list[Tensor],
-    norm_type: float,
-    norms_of: Norms,
-    device: torch.device,
-    dtype: torch.dtype,
+    tensors: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """Return the sum of ``|g| ** norm_type``, or the maximum for the inf norm."""
     filled = [g.abs() if g.is_complex() else g for g in tensors if g.numel()]
     if not filled:
         return torch.zeros((), device=device, dtype=torch.float64)
-    norms = norms_of(filled, norm_type, dtype)
+    norms: Sequence[Tensor] = torch._foreach_norm(filled, norm_type, dtype)
     if len({norm.device for norm in norms}) > 1:
         # Units with CPU offload and units without are clipped together.
         norms = [norm.to(device) for norm in norms]

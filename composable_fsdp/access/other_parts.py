@@ -25,10 +25,7 @@ def route_of(handle: FlatParamHandle, slot: int) -> Route:
 
 
 def require_one_world(handles: Iterable[FlatParamHandle], what: str) -> None:
-    """Raise CompositionError if units have gradients of the data of other ranks.
-
-    Their norm would be another number on each rank, and no norm of any model.
-    """
+    """Raise CompositionError if units have gradients of the data of other ranks."""
     # One unit stands for all of its groups.
     units = list({(h.groups.names, h.data_ranks): h for h in [*handles][::-1]}.values())
     if len(units) < 2:
@@ -38,9 +35,9 @@ def require_one_world(handles: Iterable[FlatParamHandle], what: str) -> None:
         if not _same_data(first, other):
             raise CompositionError(
                 f"{what} got units with gradients over different ranks: "
-                f"{_over(first)}, {_over(other)}. No rank has the whole sum. If the "
-                "ranks of the second hold different experts, pass them to fully_shard "
-                "with expert_mesh=mesh['ep'], or as DTensors of "
+                f"{_over(first)}, {_over(other)}. If the ranks of the second hold "
+                "different experts, pass them to fully_shard with "
+                "expert_mesh=mesh['ep'], or as DTensors of "
                 "distribute_tensor(weight, mesh['ep'], [Shard(0)]). Else shard both "
                 f"over the same ranks, or call {what} for each."
             )
@@ -70,10 +67,7 @@ def _over(handle: FlatParamHandle) -> str:
 def count_common(
     chosen: Mapping[int, object], handles: Iterable[FlatParamHandle]
 ) -> int:
-    """Return how many of ``chosen`` are on all ranks: all but those of plain experts.
-
-    Ranks with other experts may hold other numbers of them.
-    """
+    """Return how many of ``chosen`` are on all ranks: all but plain experts."""
     # Clipping calls this in every step; most models have no such unit.
     own = [
         leaf
@@ -99,19 +93,15 @@ def require_all_data(handle: FlatParamHandle, top: FlatParamHandle, what: str) -
     if handle.layout.trainable and 1 < ranks < top.data_ranks:
         raise CheckpointError(
             f"{what} expects units over the ranks of the model, or experts that say "
-            f"so; {_over(handle)} is trained by {ranks} ranks of "
-            f"{top.data_ranks}, so other ranks have other values under the same names "
-            "and would lose them. Pass expert_mesh=mesh['ep'] to fully_shard, or "
-            "DTensors of distribute_tensor(weight, mesh['ep'], [Shard(0)]); or take "
-            "each rank's own under StateDictType.LOCAL_STATE_DICT."
+            f"so; {_over(handle)} is trained by {ranks} ranks of {top.data_ranks}. "
+            "Pass expert_mesh=mesh['ep'] to fully_shard, or DTensors of "
+            "distribute_tensor(weight, mesh['ep'], [Shard(0)]); or take each rank's "
+            "own under StateDictType.LOCAL_STATE_DICT."
         )
 
 
 def refuse_forms(handles: Iterable[FlatParamHandle], what: str) -> None:
-    """Raise PlanError, naming a parameter, if a unit holds parameters with a form.
-
-    For the functions that would take this rank's rectangle for the whole parameter.
-    """
+    """Raise PlanError, naming a parameter, if a unit holds parameters with a form."""
     for handle in handles:
         for region in handle.layout.regions:
             for slot in region.layout.parameters:

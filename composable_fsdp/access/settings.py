@@ -64,13 +64,9 @@ def set_requires_all_reduce(
     With False a hybrid unit reduce-scatters and accumulates the sums,
     ``(shard_numel,)`` in the reduce dtype, and ``.grad`` is unchanged; the next
     reduction with True all-reduces the total. The setting has no effect without a
-    replicate group.
+    replicate group. True, the state after ``fully_shard``, all-reduces.
 
-    Args:
-        module, recurse: As for ``set_requires_gradient_sync``.
-        requires_all_reduce: True (the state after ``fully_shard``) all-reduces.
-
-    Raises: As ``set_requires_gradient_sync``.
+    Args, Raises: As ``set_requires_gradient_sync``.
     """
     require_flag("set_requires_all_reduce", requires_all_reduce)
     for state in units_of(module, "set_requires_all_reduce", recurse=recurse):
@@ -182,14 +178,12 @@ def set_separate_reduce_scatter_group(
     groups both are in flight, if the network has room. Numbers do not change. A second
     group takes device memory for its communicator (NCCL).
 
-    Args:
-        module, recurse: As for ``set_requires_gradient_sync``.
-        enable: False goes back to the group of the all-gathers. Default True.
+    False goes back to the group of the all-gathers.
 
     Collective: at the first call creates a group per set of ranks that share
         parameters; all of these ranks must call in the same order. NCCL with
         ``init_process_group(device_id=...)``: all ranks of the default group.
-    Raises: As ``set_requires_gradient_sync``.
+    Args, Raises: As ``set_requires_gradient_sync``.
     """
     name = "set_separate_reduce_scatter_group"
     require_flag(name, enable)
@@ -228,14 +222,10 @@ def set_reduce_scatter_unused_params(
     ``.grad`` stays None for a parameter without a gradient, and the ranks must agree on
     the unused parameters. ``torch.autograd.grad`` with respect to inputs produces no
     gradient of a parameter in either mode; all ranks must run the same kind of
-    backward. The setting takes effect in the next forward.
+    backward. The setting takes effect in the next forward; False is the state after
+    ``fully_shard``.
 
-    Args:
-        module, recurse: As for ``set_requires_gradient_sync``.
-        reduce_scatter_unused_params: True reduces zeros. False is the state after
-            ``fully_shard``.
-
-    Raises: As ``set_requires_gradient_sync``.
+    Args, Raises: As ``set_requires_gradient_sync``.
     """
     name = "set_reduce_scatter_unused_params"
     require_flag(name, reduce_scatter_unused_params)
@@ -307,10 +297,7 @@ def set_modules_to_forward_prefetch(
     >>> for this, ahead in zip(blocks, blocks[1:]):
     ...     set_modules_to_forward_prefetch(this, [ahead])
     """
-    what = "set_modules_to_forward_prefetch"
-    state = state_of_unit(module, what)
-    ahead = _own_states(modules, what)
-    note_change([state])
+    state, ahead = _ahead(module, modules, "set_modules_to_forward_prefetch")
     state.ahead_in_forward = ahead
     # A separate flag, so that forward tests a single attribute.
     state.settings.prefetches_forward = (
@@ -323,19 +310,12 @@ def set_modules_to_backward_prefetch(
 ) -> None:
     """All-gather the units of ``modules`` when the backward of ``module`` begins.
 
-    Args:
-        module: The fully sharded module whose backward starts the all-gathers.
-        modules: Fully sharded modules in the order of the all-gathers: put the module
-            at the front that forward used last before ``module``. An empty list
-            restores the default, ``backward_prefetch``.
+    Put the module at the front that forward used last before ``module``. An empty list
+    restores the default, ``backward_prefetch``.
 
-    Collective: none now; the all-gathers of these units come earlier.
-    Raises: CompositionError, if a module is no fully sharded module.
+    Args, Raises: As ``set_modules_to_forward_prefetch``.
     """
-    what = "set_modules_to_backward_prefetch"
-    state = state_of_unit(module, what)
-    ahead = _own_states(modules, what)
-    note_change([state])
+    state, ahead = _ahead(module, modules, "set_modules_to_backward_prefetch")
     # An empty tuple selects the default.
     state.ahead_in_backward = ahead
 
@@ -345,12 +325,10 @@ def set_reshard_after_forward(
 ) -> None:
     """Set whether units free their full parameters between forward and backward.
 
-    Args:
-        module, recurse: As for ``set_requires_gradient_sync``.
-        reshard_after_forward: True frees, and backward all-gathers again. Before the
-            first call the strategy decides, and the root keeps its full parameters.
+    True frees, and backward all-gathers again. Before the first call the strategy
+    decides, and the root keeps its full parameters.
 
-    Raises: As ``set_requires_gradient_sync``.
+    Args, Raises: As ``set_requires_gradient_sync``.
     """
     require_flag("set_reshard_after_forward", reshard_after_forward)
     for state in changed_units(module, "set_reshard_after_forward", recurse=recurse):
@@ -367,11 +345,7 @@ def set_reshard_after_backward(
     optimizer step: a forward with kept full parameters whose shards have changed raises
     PhaseError.
 
-    Args:
-        module, recurse: As for ``set_requires_gradient_sync``.
-        reshard_after_backward: True frees.
-
-    Raises: As ``set_requires_gradient_sync``.
+    Args, Raises: As ``set_requires_gradient_sync``.
     """
     require_flag("set_reshard_after_backward", reshard_after_backward)
     for state in changed_units(module, "set_reshard_after_backward", recurse=recurse):
@@ -395,11 +369,7 @@ def changed_units(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPS
 
 
 def units_of(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]:
-    """Return the units in the tree of ``module``; without ``recurse`` its own unit.
-
-    Raises: CompositionError, if there is no such unit; TypeError, if ``module`` is no
-        module.
-    """
+    """Return the units in ``module``. Raises: CompositionError; TypeError."""
     require_module(module, name)
     states = _get_fsdp_states(module)
     if not recurse:
@@ -428,12 +398,17 @@ def state_of_unit(module: nn.Module, what: str) -> _FSDPState:
     return state
 
 
-def _own_states(modules: Sequence[nn.Module], what: str) -> tuple[_FSDPState, ...]:
-    """Return the states of the units ``modules``. Raises: as ``state_of_unit``."""
+def _ahead(
+    module: nn.Module, modules: Sequence[nn.Module], what: str
+) -> tuple[_FSDPState, tuple[_FSDPState, ...]]:
+    """Return the unit, whose setting changes now, and the units ``modules``."""
+    state = state_of_unit(module, what)
     # An nn.Sequential would pass for a list of its children.
     if isinstance(modules, nn.Module):
         raise TypeError(
             f"{what} expects a list of modules, got one {type(modules).__name__}. Pass "
             "[module]; an empty list restores the default."
         )
-    return tuple(state_of_unit(each, what) for each in modules)
+    ahead = tuple(state_of_unit(each, what) for each in modules)
+    note_change([state])
+    return state, ahead

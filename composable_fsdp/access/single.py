@@ -54,12 +54,8 @@ def get_full_param(module: nn.Module, fqn: str) -> Tensor:
 def set_full_param(module: nn.Module, fqn: str, value: Tensor) -> None:
     """Write the full ``value`` into a parameter.
 
-    Each rank writes the elements of the rank's own shard.
-
-    Args:
-        module: A module that holds the parameter.
-        fqn: The parameter's name in ``module``.
-        value: The full value, the same on every rank; any dtype and device.
+    Each rank writes the elements of its own shard of ``value``, which is the full
+    value, the same on every rank, in any dtype and on any device.
 
     Raises: as ``get_full_param``; CompositionError, if the shape differs.
     """
@@ -107,12 +103,7 @@ def get_full_grad(module: nn.Module, fqn: str) -> Tensor | None:
 
 @torch.no_grad()
 def set_full_grad(module: nn.Module, fqn: str, value: Tensor | None) -> None:
-    """Set a parameter's full gradient; ``None`` removes the gradient.
-
-    Args:
-        module: A module that holds the parameter.
-        fqn: The parameter's name in ``module``.
-        value: The full gradient, the same on every rank, or None.
+    """Set a parameter's full gradient, the same on every rank; ``None`` removes it.
 
     Raises: as ``set_full_param``; PhaseError, if the parameter is frozen.
     """
@@ -152,10 +143,7 @@ def unit_of(found: ParamRef) -> _FSDPState:
 
 
 def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Parameter:
-    """Return the parameter of this name, with its unit if a unit holds the parameter.
-
-    Raises: CompositionError, with similar names; PhaseError, inside a step.
-    """
+    """Return the parameter of this name. Raises: CompositionError; PhaseError."""
     require_module(module, what)
     # By place: ``named_parameters`` recurses, and a class may override it.
     known: dict[str, nn.Parameter] = {

@@ -51,6 +51,11 @@ class _Piece(NamedTuple):
     ranks: Sequence[int] | None
     """The global ranks for which it is gathered; None for all."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of its tensors."""
+        return self.entries[0].dtype
+
     def receives(self, rank: int) -> bool:
         """Return whether the global ``rank`` gets what its shard group holds."""
         near = {rank}
@@ -72,19 +77,18 @@ class _Piece(NamedTuple):
     def nbytes(self) -> int:
         """Return the bytes here of its buffer and of joined parts."""
         joined = sum(entry.nbytes - entry.part_nbytes for entry in self.entries)
-        numel, dtype = self.stop - self.start, self.entries[0].dtype
-        return (numel * dtype.itemsize + joined) * self.receives(dist.get_rank())
+        buffer = (self.stop - self.start) * self.dtype.itemsize
+        return (buffer + joined) * self.receives(dist.get_rank())
 
     @property
     def sent_nbytes(self) -> int:
         """Return the bytes here of a copy of the shard to send, if it takes one."""
-        ref, dtype = self.entries[0].ref, self.entries[0].dtype
+        ref = self.entries[0].ref
         if self.ranks is None or ref is None or ref.handle.groups.shard is None:
             return 0
         own, device = self.own(ref)[0], ref.handle.layout.device
-        return (
-            own.numel() * dtype.itemsize * ((own.dtype, own.device) != (dtype, device))
-        )
+        is_sent_itself = (own.dtype, own.device) == (self.dtype, device)
+        return 0 if is_sent_itself else own.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +115,12 @@ class StreamPlan:
     def peak_nbytes(self) -> int:
         """The most bytes of device memory beside the shards: those of two buckets.
 
-        To the byte with ``prefetch``, if no parts are joined; else an upper bound.
+        To the byte, if no parts are joined; else an upper bound.
         """
         most, before = self.extra_nbytes, 0
         for each in self.buckets:
-            beside = max(each.sent_nbytes, self.extra_nbytes)
-            most, before = max(most, before + each.nbytes + beside), each.nbytes
+            extra = max(each.sent_nbytes, self.extra_nbytes)
+            most, before = max(most, before + each.nbytes + extra), each.nbytes
         return most
 
 
@@ -127,7 +131,6 @@ def stream_full(
     names: Iterable[str] | None = None,
     dtype: torch.dtype | None = None,
     ranks: Sequence[int] | None = None,
-    prefetch: bool = True,
     tensor_parallel: Literal["whole", "local"] = "whole",
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the whole tensors of ``model``, under the names of the plain model.
@@ -148,10 +151,8 @@ def stream_full(
         dtype: Cast tensors of floating point to it, before they are sent.
         ranks: Only these global ranks receive, and for them the ranks whose parts
             tensor parallelism joins. Loops of others end without a turn. Default: all.
-        prefetch: Gather the next bucket while this one is handed out.
         tensor_parallel: ``"whole"`` joins DTensors; ``"local"`` gives the parts that
-            this rank computes with. Experts that are no DTensors (``expert_mesh``) come
-            whole, on the ranks that have them.
+            this rank computes with.
 
     Collective: per bucket an all-reduce of an integer over each group of the units, and
         an all-gather over each shard group; of a unit above ``max_bytes`` a broadcast
@@ -159,7 +160,8 @@ def stream_full(
         an all-gather.
     Raises: PhaseError, inside forward, backward or ``unshard_params``, from these in
         the loop, and after an optimizer step there; DesyncError, if another rank leaves
-        before the end; CompositionError, for ``names`` that do not exist.
+        before the end; CompositionError, for ``names`` that do not exist, and for
+        experts that are no DTensors (``expert_mesh``).
 
     >>> for name, tensor in stream_full(model, dtype=torch.bfloat16):
     ...     print(name, tuple(tensor.shape))
@@ -175,11 +177,10 @@ def stream_full(
                 "initialize the model first."
             )
     decide = _usable(max_bytes, names, dtype, ranks, tensor_parallel)
-    told = tuple(f"{k}={v}" for k, v in {**decide, "prefetch": prefetch}.items())
+    told = tuple(f"{k}={v}" for k, v in decide.items())
     call = Call("stream_full", states[0].title, told)
-    plan = partial(stream_plan, model, **decide)
     is_told = ranks is None or dist.get_rank() in decide["ranks"]
-    return _stream(states, plan, call, prefetch=prefetch, is_told=is_told)
+    return _stream(states, partial(stream_plan, model, **decide), call, is_told)
 
 
 def stream_plan(
@@ -201,19 +202,15 @@ def stream_plan(
     """
     decide = _usable(max_bytes, names, dtype, ranks, tensor_parallel)
     states = units_with_parts(model, "stream_plan")
-    joined = tensor_parallel == "whole"
-    units = entries_of(states, model, decide["names"], dtype, joined=joined)
-    # Last, because ranks with other experts may need another number of buckets.
-    units.sort(key=lambda unit: unit[0].is_expert)
+    joins = tensor_parallel == "whole"
     buckets: list[list[Entry]] = []
     room = extra = 0
-    for unit in units:
+    for unit in entries_of(states, model, decide["names"], dtype, joins=joins):
         # A unit that fits stays together: its regions are gathered as they lie.
         fits = sum(entry.nbytes for entry in unit) <= max_bytes
         for part in [unit] if fits else [[entry] for entry in unit]:
             size = sum(entry.nbytes for entry in part)
-            last = buckets[-1][0] if buckets else None
-            if last is None or size > room or part[0].is_expert is not last.is_expert:
+            if not buckets or size > room:
                 buckets.append([])
                 room = max_bytes
             buckets[-1] += part
@@ -230,23 +227,19 @@ def _usable(
     max_bytes: float, names: Any, dtype: object, ranks: Any, tensor_parallel: str
 ) -> dict[str, Any]:
     """Return the arguments that ranks compare. Raises: ValueError, naming a bad one."""
-    every = range(dist.get_world_size())
+    every = set(range(dist.get_world_size()))
     ranks = tuple(ranks) if isinstance(ranks, Iterable) else ranks
-    wrong = {
-        f"max_bytes is {max_bytes}; expected a positive number.": max_bytes <= 0,
-        f"names is {names!r}; expected a list of names.": isinstance(names, str),
-        f"dtype is {dtype!r}; expected a torch.dtype.": not isinstance(
-            dtype, torch.dtype | None
-        ),
-        f"ranks is {ranks}; expected global ranks below {len(every)}.": ranks
-        is not None
-        and not (isinstance(ranks, tuple) and set(ranks) <= set(every)),
-        f'tensor_parallel is {tensor_parallel!r}; expected "whole" or "local".': (
-            tensor_parallel not in ("whole", "local")
-        ),
-    }
-    for text in [text for text, is_wrong in wrong.items() if is_wrong]:
-        raise ValueError(text)
+    are_ranks = ranks is None or (isinstance(ranks, tuple) and every.issuperset(ranks))
+    modes = ("whole", "local")
+    for name, given, wanted, is_right in (
+        ("max_bytes", max_bytes, "a positive number", max_bytes > 0),
+        ("names", names, "a list of names", not isinstance(names, str)),
+        ("dtype", dtype, "a torch.dtype", isinstance(dtype, torch.dtype | None)),
+        ("ranks", ranks, f"global ranks below {len(every)}", are_ranks),
+        ("tensor_parallel", tensor_parallel, modes, tensor_parallel in modes),
+    ):
+        if not is_right:
+            raise ValueError(f"{name} is {given!r}; expected {wanted}.")
     return {
         "max_bytes": max_bytes,
         "names": None if names is None else tuple(names),
@@ -326,10 +319,7 @@ def _send(piece: _Piece, full: Tensor, together: Together) -> Sent:
 def _gather(
     pieces: Sequence[_Piece], buffers: Sequence[Tensor]
 ) -> Callable[[], dict[str, Tensor]]:
-    """Begin to gather; return what waits and gives the tensors that arrive here.
-
-    Collective: as ``stream_full``.
-    """
+    """Begin to gather; return what waits and gives the tensors that arrive here."""
     sent: Sent = []
     together: Together = {}
     for piece, full in zip(pieces, buffers, strict=True):
@@ -364,8 +354,6 @@ def _stream(
     states: Sequence[_FSDPState],
     plan: Callable[[], StreamPlan],
     call: Call,
-    *,
-    prefetch: bool,
     is_told: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     """Do as ``stream_full``; without ``is_told`` only help the others."""
@@ -388,7 +376,7 @@ def _stream(
             # Memory before the ranks agree: who raises here is not waited for.
             buffers = [
                 memory.new_buffer(
-                    (p.stop - p.start) * p.receives(here), p.entries[0].dtype, device
+                    (p.stop - p.start) * p.receives(here), p.dtype, device
                 )
                 for p in bucket._pieces
             ]
@@ -397,7 +385,6 @@ def _stream(
 
         try:
             left = deque(plan().buckets)
-            idle = _most(len(left), states) - len(left)
             while left or waiting:
                 if not waiting:
                     begin()
@@ -407,10 +394,9 @@ def _stream(
                 for name in names if is_told else ():
                     yield name, found.pop(name)
                     # The loop of the caller has let go of the bucket before.
-                    if prefetch and left and not waiting:
+                    if left and not waiting:
                         begin()
-            for _ in range(idle + 1):
-                _agree(states)
+            _agree(states)
         except (DesyncError, CollectiveError):
             raise
         except BaseException:
@@ -419,18 +405,6 @@ def _stream(
             with suppress(PhaseError):  # the groups are gone
                 send_failure(groups, device)
             raise
-
-
-def _most(count: int, states: Sequence[_FSDPState]) -> int:
-    """Return the most buckets of any rank: some know fewer names of experts."""
-    if all(state.handle.groups.experts_ref is None for state in states):
-        return count
-    _agree(states)
-    device = states[0].handle.layout.device
-    most = torch.tensor([count], dtype=torch.int32, device=device)
-    for group in _groups(states):
-        collectives.all_reduce(most, group, maximum=True)
-    return int(most.item())
 
 
 def _groups(states: Iterable[_FSDPState]) -> list[dist.ProcessGroup]:

@@ -21,34 +21,49 @@ from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import local_of, whole_of
 from composable_fsdp.runtime.precision import own_buffers
-from composable_fsdp.tree.state import OWNERS, _FSDPState
+from composable_fsdp.tree.state import _FSDPState
 
 
 class Entry(NamedTuple):
     """A tensor, under all of its names, and how ranks divide it."""
 
     names: tuple[str, ...]
-    state: _FSDPState | None
-    """The unit that shards it, or of whose experts it is a buffer."""
     ref: ParamRef | None
     source: Tensor
     """The sharded leaf; without ``ref``, a tensor that every rank holds."""
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    """The shape in the plain model."""
-    part: tuple[int, ...]
-    """The shape of what the ranks of the shard group hold together."""
-    axes: tuple[tuple[dist.ProcessGroup, int | None], ...]
-    """The groups of a DTensor's mesh, and the dim that each cuts."""
-    over: tuple[dist.ProcessGroup, ...]
-    """The groups whose parts are joined, if any."""
+    joins: bool
+    """Whether the parts of tensor parallelism are joined."""
 
     @property
-    def is_expert(self) -> bool:
-        """Return whether other ranks have other tensors in its place."""
-        return (
-            self.state is not None and self.state.handle.groups.experts_ref is not None
-        )
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape in the plain model."""
+        return tuple(self.source.shape) if self.ref is None else self.ref.shape
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """Return the shape of what the ranks of the shard group hold together."""
+        if self.ref is None:
+            return tuple(local_of(self.source).shape)
+        return self.ref.slot.shape
+
+    @property
+    def axes(self) -> list[tuple[dist.ProcessGroup, int | None]]:
+        """Return the groups of a DTensor's mesh, and the dim that each cuts."""
+        if self.ref is not None:
+            whole, groups = self.ref.slot.whole, self.ref.form.mesh_groups
+        else:
+            mesh: Any = getattr(self.source, "device_mesh", None)
+            whole, groups = whole_of(self.source), mesh.get_all_groups() if mesh else ()
+        dims = [dim for *_, dim in whole.axes] if whole else []
+        return [*zip(groups, dims, strict=True)]
+
+    @property
+    def over(self) -> list[dist.ProcessGroup]:
+        """Return the groups whose parts are joined, if any."""
+        # A DTensor outside of units may be a sum that is still to be made.
+        cut = [each for each, dim in self.axes if dim is not None or self.ref is None]
+        return cut * self.joins
 
     @property
     def offset(self) -> int:
@@ -101,44 +116,50 @@ def entries_of(
     names: Iterable[str] | None = None,
     dtype: torch.dtype | None = None,
     *,
-    joined: bool = True,
+    joins: bool = False,
 ) -> list[list[Entry]]:
     """Return the tensors of each unit, then those that no unit holds, one by one.
 
-    Raises: CompositionError, for ``names`` that ``model`` does not have.
+    Raises: CompositionError, for ``names`` that ``model`` does not have, and for
+        experts of this rank alone.
     """
-    every = {entry.names[0]: entry for entry in _entries(states, model, dtype, joined)}
-    wanted = every if names is None else dict.fromkeys(map(strip_wrapper, names))
+    for state in states:
+        if state.handle.groups.experts_ref is not None:
+            raise CompositionError(
+                "stream_full and boxes expect tensors that every rank knows, and "
+                f"{state.title} holds the experts of this rank alone (expert_mesh). "
+                "Stack the experts as DTensors of distribute_tensor(weight, "
+                "mesh['ep'], [Shard(0)]), or take model.state_dict()."
+            )
+    every = {each[0]: each for each in _entries(states, model, dtype)}
+    wanted = dict.fromkeys(every if names is None else map(strip_wrapper, names))
     for name in wanted:
         if name not in every:
             raise CompositionError(
                 f"{type(model).__name__} has no parameter and no persistent buffer "
                 f"{quoted(name)}. {closest_names(name, every)}"
             )
-    units: dict[int, dict[int, Entry]] = {id(state): {} for state in states}
-    for name, entry in every.items():
+    units: dict[int, dict[int, Entry]] = {id(state.handle): {} for state in states}
+    for name, (_, ref, source, own) in every.items():
         if name in wanted:
-            unit = units.setdefault(id(entry.state or entry.source), {})
-            same = unit.get(id(entry.source))
-            names = (name,) if same is None else (*same.names, name)
-            unit[id(entry.source)] = entry._replace(names=names)
+            unit = units.setdefault(id(source if ref is None else ref.handle), {})
+            same = unit.get(id(source))
+            of = (name,) if same is None else (*same.names, name)
+            unit[id(source)] = Entry(of, ref, source, own, joins)
     return [[*entries.values()] for entries in units.values() if entries]
 
 
 def _entries(
-    states: Iterable[_FSDPState],
-    model: nn.Module,
-    dtype: torch.dtype | None,
-    joined: bool,
-) -> Iterator[Entry]:
-    """Yield an entry per name: all parameters, then the persistent buffers."""
-    held: dict[tuple[int, str], tuple[_FSDPState, ParamRef]] = {}
+    states: Iterable[_FSDPState], model: nn.Module, dtype: torch.dtype | None
+) -> Iterator[tuple[str, ParamRef | None, Tensor, torch.dtype]]:
+    """Yield name and facts of each tensor: all parameters, then persistent buffers."""
+    held: dict[tuple[int, str], ParamRef] = {}
     dtypes: dict[int, torch.dtype] = {}
     for state in states:
         handle = state.handle
         refs = {ref.slot.index: ref for ref in param_refs(handle)}
         for at, swap in zip(handle.layout.places, handle.swaps, strict=True):
-            held[id(swap[0]), swap[1]] = state, refs[at.slot_index]
+            held[id(swap[0]), swap[1]] = refs[at.slot_index]
         if state.precision is not None:
             # As in a state dict: the dtypes from before mixed precision cast them.
             before = state.precision.buffer_dtypes
@@ -147,39 +168,11 @@ def _entries(
     modules = [*walk.named(model, every_path=True)]
     for kind, (path, module) in product(("_parameters", "_buffers"), modules):
         table: dict[str, Tensor | None] = getattr(module, kind)
-        owner = OWNERS.get(module)
-        is_expert = owner is not None and owner.handle.groups.experts is not None
-        outside = owner if is_expert else None, None
         for key, value in table.items():
             if value is None or key in module._non_persistent_buffers_set:
                 continue
-            unit, ref = held.get((id(table), key), outside)
+            ref = held.get((id(table), key))
             source = value if ref is None else ref.leaf
             own = dtypes.get(id(source), source.dtype)
             cast = dtype if dtype and own.is_floating_point else own
-            name = strip_wrapper(join_name(path, key))
-            yield entry_of(name, ref, source, cast, unit, joined=joined)
-
-
-def entry_of(
-    name: str,
-    ref: ParamRef | None,
-    source: Tensor,
-    dtype: torch.dtype,
-    state: _FSDPState | None = None,
-    *,
-    joined: bool = False,
-) -> Entry:
-    """Return the tensor that has ``name``."""
-    if ref is not None:
-        shape, part = ref.shape, ref.slot.shape
-        whole, groups = ref.slot.whole, ref.form.mesh_groups
-    else:
-        shape, part = tuple(source.shape), tuple(local_of(source).shape)
-        mesh: Any = getattr(source, "device_mesh", None)
-        whole, groups = whole_of(source), mesh.get_all_groups() if mesh else ()
-    dims = [dim for *_, dim in whole.axes] if whole else []
-    axes = tuple(zip(groups, dims, strict=True))
-    # A DTensor outside of units may be a sum that is still to be made.
-    over = [each for each, dim in axes if dim is not None or ref is None] * joined
-    return Entry((name,), state, ref, source, dtype, shape, part, axes, tuple(over))
+            yield strip_wrapper(join_name(path, key)), ref, source, cast

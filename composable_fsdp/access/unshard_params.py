@@ -61,13 +61,10 @@ def unshard_params(
         recurse: Show the units below, too. False: only the unit ``module`` itself.
             Default True.
         writeback: Keep the block's writes to the parameters. Each rank writes back the
-            part that it holds, and each replica its own, so the block must write the
-            same values on all ranks. With ``rank0_only`` rank 0's values are written to
-            every shard. Default True.
+            part that it holds, so the block must write the same values on all ranks;
+            with ``rank0_only`` rank 0's go to every shard. Default True.
         rank0_only: Only rank 0 of each shard group gets full parameters; the modules of
-            other ranks keep sharded parameters. The values written back come from the
-            rank that is first in its shard group and in its replicate group. Default
-            False.
+            other ranks keep sharded parameters. Default False.
         offload_to_cpu: The full parameters are copies in host memory, made unit by
             unit, so device memory holds at most a single full unit. Default False.
         with_grads: Set ``.grad`` of the full parameters to the full gradients, if any
@@ -76,21 +73,16 @@ def unshard_params(
         check_same: Compare the values over ranks before they are written back; ignored
             with ``rank0_only``. Default False.
 
-    Collective: all ranks must enter. The first gather of a tree compares the models, as
-        the first forward. Per unit an all-gather over the shard group; with
+    Collective: all ranks must enter. Per unit an all-gather over the shard group; with
         ``rank0_only`` a gather per region instead, and with ``writeback`` a scatter per
         region on exit (and a broadcast over the replicate group). ``with_grads`` adds
-        the same collectives for the gradients and a single all-reduce with a byte per
-        parameter (with ``rank0_only`` and ``writeback`` a broadcast of these bytes on
-        exit). With ``writeback`` the ranks agree on exit that no rank raised: an
-        all-reduce of an integer per shard and replicate group, and per group of a
-        DTensor's mesh. ``check_same`` adds a
-        single all-reduce with two numbers per parameter.
+        the same for the gradients and an all-reduce of a byte per parameter. With
+        ``writeback`` the ranks agree on exit that no rank raised: an all-reduce of an
+        integer per group. ``check_same`` adds one of two numbers per parameter.
     Raises: PhaseError, inside forward, backward or another such block; the exception of
-        the block, and DesyncError on the other ranks: on all ranks the units that the
-        failing rank holds keep their old values; DesyncError, naming a parameter that
-        ``check_same`` found to differ: no value is written; DesyncError, if another
-        rank makes another call, before anything is sent.
+        the block, and DesyncError on the other ranks: all keep their old values;
+        DesyncError, naming a parameter that ``check_same`` found to differ, or, before
+        anything is sent, if another rank makes another call.
 
     >>> with unshard_params(model, writeback=True):
     ...     model.head.weight.data.zero_()
@@ -114,10 +106,7 @@ def unshard_params(
 
 
 def units_with_parts(module: nn.Module, what: str) -> list[_FSDPState]:
-    """Return the units above with parameters below ``module``, then the units there.
-
-    Raises: CompositionError, if there is none; TypeError, if ``module`` is no module.
-    """
+    """Return the units that hold parts of ``module``. Raises: CompositionError."""
     require_module(module, what)
     inside = {id(each): each for each in walk.modules(module)}
     found: dict[int, _FSDPState] = {}
@@ -136,10 +125,7 @@ def units_with_parts(module: nn.Module, what: str) -> list[_FSDPState]:
 def _summoned(
     states: Sequence[_FSDPState], *, rank0_only: bool, what: str = "unshard_params"
 ) -> Iterator[None]:
-    """Mark the trees of ``states``: no forward and no second block may start meanwhile.
-
-    Raises: PhaseError, inside a step or another block.
-    """
+    """Mark the trees of ``states`` as in a block. Raises: PhaseError, inside a step."""
     firsts: dict[int, _FSDPState] = {}
     for state in states:
         firsts.setdefault(id(outermost(state)), state)

@@ -25,7 +25,7 @@ from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradien
 from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.memory import is_at
-from composable_fsdp.flat.param_ref import place_path, slot_path
+from composable_fsdp.flat.param_ref import param_refs, place_path, slot_path
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.flat.residency import version_of, written
 from composable_fsdp.flat.value_hash import hash_values
@@ -119,11 +119,7 @@ class UnshardedUnit:
 
     @torch.no_grad()
     def take_assigned(self) -> None:
-        """Copy parameters that the block assigned into the full buffers.
-
-        Raises: PhaseError, naming a parameter whose new tensor has another shape or
-            dtype.
-        """
+        """Copy parameters that the block assigned into the buffers; refuse misfits."""
         handle = self.handle
         regions = zip(handle.layout.regions, self.fulls, strict=False)
         homes = [
@@ -199,14 +195,9 @@ class UnshardedUnit:
         wanted = has.tolist()
         if not any(wanted):
             return
-        shards = []
         # Copies, because ``.grad`` of single parameters may be tensors of the user.
-        for region, flags, gradients in self._by_region(wanted, own):
-            shard, views = _zeros(handle, region, flags, whole=False)
-            shards.append(shard)
-            for gradient, view in zip(gradients, views, strict=False):
-                if gradient is not None:
-                    view.copy_(gradient)
+        parts = self._by_region(wanted, own)
+        shards = [_laid(handle, *each, whole=False)[0] for each in parts]
         fulls = gather_flat_values(handle, shards, first_only=self.rank0_only)
         shown = self._by_region(wanted, self.leaves) if self.leaves else ()
         for (region, flags, leaves), full in zip(shown, fulls, strict=False):
@@ -230,29 +221,23 @@ class UnshardedUnit:
             per region.
         """
         handle = self.handle
-        given = [leaf.grad for leaf in self.leaves]
+        # The block may have set gradients of other placements, or sparse ones, which
+        # would raise later and leave the other ranks waiting.
+        given = [
+            None if leaf.grad is None else ref.form.gradient(leaf.grad).to_dense()
+            for ref, leaf in zip(param_refs(handle), self.leaves, strict=False)
+        ]
         has = self._flags(given)
         # Only rank 0 knows which gradients the block left; the scatter below needs the
         # same regions on all ranks.
         if self.rank0_only:
             for group in handle.groups.present:
                 collectives.broadcast(has, group)
-        fulls = []
-        for region, gradients in self._by_region(given) if given else ():
-            held = [gradient is not None for gradient in gradients]
-            full, views = _zeros(handle, region, held, whole=True)
-            fulls.append(full)
-            slots = region.layout.parameters
-            for gradient, view, slot in zip(gradients, views, slots, strict=False):
-                if gradient is not None:
-                    # The block may have set a gradient of other placements.
-                    plain = handle.layout.forms[slot.index].gradient(gradient)
-                    # A sparse one would raise here and leave the other ranks waiting.
-                    view.copy_(plain.to_dense())
+        held = [gradient is not None for gradient in given]
+        parts = self._by_region(held, given) if given else ()
+        fulls = [_laid(handle, *each, whole=True)[0] for each in parts]
         flags_of = list(self._by_region(has.tolist()))
-        made = [
-            _zeros(handle, region, flags, whole=False) for region, flags in flags_of
-        ]
+        made = [_laid(handle, *each, whole=False) for each in flags_of]
         shards = [shard for shard, _ in made]
         spread_flat_values(handle, shards, fulls, from_first=self.rank0_only)
         for (region, flags), (_, views) in zip(flags_of, made, strict=True):
@@ -278,10 +263,15 @@ class UnshardedUnit:
             start = stop
 
 
-def _zeros(
-    handle: FlatParamHandle, region: FlatParameter, flags: Sequence[Any], *, whole: bool
+def _laid(
+    handle: FlatParamHandle,
+    region: FlatParameter,
+    flags: Sequence[Any],
+    gradients: Sequence[Tensor | None] = (),
+    *,
+    whole: bool,
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return zeros as ``full`` or the shard lies, with views; empty without a flag."""
+    """Return gradients as ``full`` or the shard lies, and views; empty without any."""
     layout = region.layout
     numel = layout.padded_numel if whole else layout.shard_numel
     numel = numel if any(flags) else 0
@@ -289,6 +279,9 @@ def _zeros(
     if not any(flags):
         return buffer, ()
     cut = full_views(layout, buffer) if whole else shard_views(region.cuts, buffer)
+    for gradient, view in zip(gradients, cut[0], strict=False):
+        if gradient is not None:
+            view.copy_(gradient)
     return buffer, cut[0]
 
 
@@ -301,11 +294,7 @@ def _unshard_state(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[UnshardedUnit]:
-    """Show full parameters of a single unit.
-
-    Collective: see ``unshard_params``; none without a shard group.
-    Raises: PhaseError, if another block shows the unit, or if the unit is in use.
-    """
+    """Show full parameters of a single unit. Collective: see ``unshard_params``."""
     context, handle = ensure_root(state), state.handle
     if handle.phase is Phase.SUMMON:
         raise PhaseError(

@@ -123,10 +123,7 @@ def _group(options: Group, params: list[Any]) -> Group:
 
 
 def unflatten_state(param_groups: list[Group], given: Any) -> Any:
-    """Convert state over flat parameters into views by originals; else as it is.
-
-    Raises: CheckpointError, for state that is not element-wise, or of another layout.
-    """
+    """Convert state over flat parameters into views by originals; else as it is."""
     if not has_flats(param_groups) or not _is_flat_form(param_groups, given):
         return given
     theirs = [dict(group) for group in given["param_groups"]]
@@ -190,10 +187,7 @@ def flatten_state(
     given: StateDict,
     present: dict[Any, Values] | None = None,
 ) -> StateDict:
-    """Convert a state dict over originals, keyed by numbers, into the flat form.
-
-    ``present``: state by parameter, whose tensors are used where the parts view them.
-    """
+    """Convert a state dict over originals, keyed by numbers, into the flat form."""
     if not has_flats(param_groups):
         return given
     state: dict[int, Values] = {}

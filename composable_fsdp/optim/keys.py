@@ -119,8 +119,9 @@ def _of_names(keys: list[str], table: Table) -> Keys:
             known.setdefault(strip_wrapper(name), mine[id(parameter)])
     by_model = {key: known.get(strip_wrapper(key)) for key in keys}
     made_with: Keys = {}
-    if len(table.given) == len(members):
-        made_with = dict(zip(table.given, (m.fqn for m in members), strict=True))
+    given = [name for group in table.own for name in group.get("param_names", ())]
+    if len(given) == len(members):
+        made_with = dict(zip(given, (m.fqn for m in members), strict=True))
     by_optim = {key: made_with.get(key) for key in keys}
     # All keys must come from the same table: a mixture of both would be a guess.
     whole = (each for each in (by_model, by_optim) if None not in each.values())
@@ -145,6 +146,10 @@ def _require_same_names(
         and named.handle.layout.plan.options.strategy is not ShardingStrategy.NO_SHARD
     )
     extra = sorted((theirs | set(saved["state"])) - {named.fqn for named in members})
+    handles = [named.handle for named in members if named.handle is not None]
+    if not partial and any(h.groups.experts_ref is not None for h in handles):
+        # Names of the experts of other ranks, which this rank does not know.
+        extra = []
     if missing or extra:
         raise CheckpointError(
             f"The optimizer state is of another model: missing {missing or 'nothing'}, "
@@ -211,10 +216,8 @@ def rekey_optim_state_dict(
             used only without ``optim``. Default: a single group of all parameters.
         optim: the optimizer; default: use ``optim_input``.
 
-    Returns: the state dict with the requested keys.
-
     Raises: CheckpointError, for a key that ``model`` or ``optim`` does not know, or if
-    names and numbers are mixed; TypeError, if ``optim_state_key_type`` is no key type.
+        names and numbers are mixed; TypeError, for another ``optim_state_key_type``.
     """
     kind = by_name(
         OptimStateKeyType, optim_state_key_type, argument="optim_state_key_type"

@@ -31,10 +31,8 @@ def full_optim_state_dict(
 ) -> dict[str, Any]:
     """Return full state on the CPU, by names; ``{}`` elsewhere with ``rank0_only``.
 
-    ``optim_input`` and ``group`` are ignored.
-
-    Collective: as ``optim_state_dict`` for the full type; all ranks must call.
-    Raises: as ``optim_state_dict``.
+    ``optim_input`` and ``group`` are ignored. Collective, Raises: as
+    ``optim_state_dict`` for the full type.
     """
     given = _own_state(model, optim, "full_optim_state_dict", first_only=rank0_only)
     return full_state(model, [optim], [given], first_only=rank0_only, to_cpu=True)
@@ -46,10 +44,7 @@ def shard_full_optim_state_dict(
     optim_input: Iterable[Any] | None = None,
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return a state dict to load, of a state that every rank holds in full.
-
-    Raises: as ``optim_state_dict_to_load``.
-    """
+    """Return a state dict to load, of a state that every rank holds in full."""
     what = "shard_full_optim_state_dict"
     return _to_load(full_optim_state_dict, model, optim, optim_input, what)
 
@@ -80,8 +75,7 @@ def sharded_optim_state_dict(
 ) -> dict[str, Any]:
     """Return the state as copies in sharded values, by names; ``group`` is ignored.
 
-    Collective: as ``optim_state_dict`` for the sharded type; all ranks must call.
-    Raises: as ``optim_state_dict``.
+    Collective, Raises: as ``optim_state_dict`` for the sharded type.
     """
     given = _own_state(model, optim, "sharded_optim_state_dict")
     return sharded_state(model, [optim], [given], to_cpu=False)
@@ -92,9 +86,7 @@ def flatten_sharded_optim_state_dict(
 ) -> dict[str, Any]:
     """Return a state dict to load, of a state in sharded values.
 
-    Collective: none, if the sharded values belong to the same plan; else as
-        ``optim_state_dict_to_load``.
-    Raises: as ``optim_state_dict_to_load``.
+    Collective, Raises: as ``optim_state_dict_to_load``.
     """
     what = "flatten_sharded_optim_state_dict"
     require_pair(model, optim, what)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any, overload
 
@@ -19,8 +19,7 @@ from composable_fsdp.config import (
     StateDictType,
 )
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
-from composable_fsdp.naming import quoted, strip_wrapper, takes_optimizer
+from composable_fsdp.naming import quoted, takes_optimizer
 from composable_fsdp.optim.flat_state import flatten_state
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import (
@@ -37,11 +36,7 @@ from composable_fsdp.optim.sharded import part_for, part_problem, whole_of_other
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.state_dict.other_experts import (
-    expert_units,
-    refuse_experts,
-    require_own_names,
-)
+from composable_fsdp.state_dict.other_experts import refuse_experts
 from composable_fsdp.state_dict.sent import (
     Described,
     Route,
@@ -108,14 +103,11 @@ def optim_state_dict_to_load(
             the ranks of the model.
 
     Returns: a state dict, or a list of state dicts if ``optim`` is a list.
-
     Collective: none; with ``rank0_only`` one broadcast of the structure, one all-gather
-    of error texts, and one broadcast per tensor. A sharded value of another plan is
-    gathered by one broadcast from each rank that holds elements.
+        of error texts, and one broadcast per tensor. A sharded value of another plan is
+        gathered by one broadcast from each rank that holds elements.
     Raises: CheckpointError, listing names that are missing, left over or of another
-    shape; CompositionError, as ``optim_state_dict``. No optimizer has loaded anything
-    then. An error in ``load_state_dict`` of an optimizer of a list is raised after the
-    optimizers before it in the list have loaded.
+        shape; CompositionError, as ``optim_state_dict``. No optimizer has loaded then.
     """
     optims = require_pairs(model, optim, "optim_state_dict_to_load")
     units = _get_fsdp_states(model)
@@ -160,11 +152,6 @@ def state_to_load(
     require_module(model, what)
     units = _get_fsdp_states(model)
     handles = [unit.handle for unit in units]
-    # No rank sends, so only a meeting tells that a rank loads alone.
-    meets = not local and not from_first
-    if meets and expert_units(handles):
-        meet_for_state(units, what, replicas=True)
-        saved = _without_other_experts(saved, model, handles)
     ranks, senders = routes_of(units, group) if from_first else ((), ())
     if from_first:
         # The first rank sends over the data ranks alone.
@@ -184,7 +171,8 @@ def state_to_load(
         for table, each in zip(tables, elementwise, strict=True):
             first = bool(senders)
             _require_fit(table.members, saved, elementwise=each, from_first=first)
-    if meets:
+    # No rank sends, so only a meeting tells that a rank loads alone.
+    if not local and not from_first:
         meet_for_state(units, what, replicas=True)
     state_of = _own_state(joined.members, saved["state"], senders)
     options = [aligned_groups(table, saved) for table in tables]
@@ -196,10 +184,7 @@ def state_to_load(
 def _own_state(
     members: list[Named], saved: Mapping[str, Mapping[str, Any]], senders: Route
 ) -> dict[str, dict[str, Any]]:
-    """Return copies of this rank's state by the name of the parameter.
-
-    Collective: those of ``_part``, in the same order on all ranks.
-    """
+    """Return copies of this rank's state by name. Collective: those of ``_part``."""
     found = {}
     # By name: the order of parameters may differ between ranks.
     for member in sorted(members, key=attrgetter("fqn")):
@@ -213,11 +198,7 @@ def _own_state(
 
 
 def _part(named: Named, name: str, value: Any, senders: Route) -> Any:
-    """Return this rank's part of a state value, as a copy.
-
-    Collective: one broadcast per group of ``senders`` for a tensor with dimensions;
-        else as ``whole_of_other``.
-    """
+    """Return a copy of this rank's part. Collective: a broadcast per sending group."""
     # A function, so that the whole is freed before the next is made.
     handle = named.handle
     device = named.parameter.device if handle is None else handle.layout.device
@@ -263,31 +244,3 @@ def _require_fit(
             problem = part_problem(named, value, from_first=from_first)
             if problem:
                 raise CheckpointError(f"{who}: {problem}")
-
-
-def _without_other_experts(
-    saved: Any, model: nn.Module, handles: Iterable[FlatParamHandle]
-) -> Any:
-    """Return a saved state without the experts that other ranks hold.
-
-    Collective, Raises: over each ``expert_mesh`` as ``require_own_names``.
-    """
-    others: set[str] = set()
-    for group, units in expert_units(handles).items():
-        own = [
-            strip_wrapper(name)
-            for name, parameter in model.named_parameters()
-            if (found := find_leaf(parameter)) is not None and found[0] in units
-        ]
-        others.update(require_own_names(own, group))
-    state = saved.get("state") if isinstance(saved, dict) else None
-    # Another form is refused later, with the text for this form.
-    if not isinstance(state, dict) or not isinstance(saved.get("param_groups"), list):
-        return saved
-    # New dicts: the caller may load the same state into another optimizer.
-    left = [
-        {**each, "params": [key for key in each["params"] if key not in others]}
-        for each in saved["param_groups"]
-    ]
-    kept = {key: value for key, value in state.items() if key not in others}
-    return {**saved, "state": kept, "param_groups": left}

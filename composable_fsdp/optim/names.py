@@ -104,11 +104,6 @@ class Table:
         """The parameters of all groups."""
         return list(chain.from_iterable(self.groups))
 
-    @property
-    def given(self) -> list[str]:
-        """The names that the optimizers were made with; empty if there are none."""
-        return [name for group in self.own for name in group.get("param_names", ())]
-
 
 def is_absent(parameter: object) -> bool:
     """Return whether only other ranks hold elements of a unit's parameter."""

@@ -77,6 +77,31 @@ class OverOriginals:
         parameter: Any = leaf if place is None else place[0].parameter
         keep_given(self._given.get(parameter, {}), self.optim.state[parameter])
 
+    def write(self, leaf: Tensor, values: Values) -> None:
+        """Write states of ``leaf``, if need be into those of its flat parameter."""
+        place = self.state.places.get(id(leaf))
+        if place is None:
+            self.optim.state[leaf].update(values)
+            return
+        flat, part = place
+        whole = self.optim.state[flat.parameter]
+        for name, value in values.items():
+            if part.is_elementwise(name, value):
+                if name not in whole:
+                    # Zeros for the other originals.
+                    whole[name] = value.new_zeros(flat.layout.shard_numel)
+                part.view(whole[name]).copy_(value.view(leaf.shape))
+            elif name not in whole or same_scalar(whole[name], value):
+                whole[name] = value
+            else:
+                # All originals of a flat parameter share this scalar.
+                raise CheckpointError(
+                    f"Optimizer state {name!r} of {quoted(part.ref.name)} is "
+                    f"{whole[name]} and cannot be set to {value}: the parameters of "
+                    "its flat parameter have one value. Load all of them: "
+                    "optim_state_dict_to_load(model, optim, state)."
+                )
+
     def require_joinable(self, given: Callable[[nn.Parameter], Values]) -> None:
         """Refuse values that ``load_state_dict`` would refuse, before they are read."""
         for _, parts in self.flats:
@@ -99,7 +124,8 @@ class _States:
         if place is None:
             values: Values = self._optim.state[leaf]
             return values
-        return _PartState(self._optim.state[place[0].parameter], *place)
+        flat, part = place
+        return values_of(part, flat, self._optim.state[flat.parameter])
 
     def get(self, leaf: nn.Parameter, default: Any = None) -> Any:
         """Return the state of a leaf, or ``default`` if there is none."""
@@ -107,41 +133,6 @@ class _States:
         key = leaf if place is None else place[0].parameter
         # ``load_state_dict`` gives the optimizer another dict.
         return self[leaf] if self._optim.state.get(key) else default
-
-
-class _PartState(Values):
-    """The state of an original; assignments write into the flat parameter's state."""
-
-    def __init__(self, whole: Values, flat: FlatParamRecord, part: Part) -> None:
-        super().__init__(values_of(part, flat, whole))
-        self._whole, self._flat, self._part = whole, flat, part
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        part, whole = self._part, self._whole
-        if not part.is_elementwise(name, value):
-            # All originals of a flat parameter share this scalar.
-            if name in whole and not same_scalar(whole[name], value):
-                raise CheckpointError(
-                    f"Optimizer state {name!r} of {quoted(part.ref.name)} is "
-                    f"{whole[name]} and cannot be set to {value}: the parameters of "
-                    "its flat parameter have one value. Load all of them: "
-                    "optim_state_dict_to_load(model, optim, state)."
-                )
-            whole[name] = value
-        else:
-            # The state of the whole flat parameter; zeros for the other originals.
-            flat = whole.get(name)
-            if flat is None:
-                flat = value.new_zeros(self._flat.layout.shard_numel)
-            whole[name] = flat = flat.to(value.dtype)
-            value = part.view(flat).copy_(value.view(part.ref.leaf.shape))
-        super().__setitem__(name, value)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Assign each value."""
-        # ``dict.update`` would not call ``__setitem__``.
-        for name, value in Values(*args, **kwargs).items():
-            self[name] = value
 
 
 _STEP = "step"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
-from composable_fsdp.access.gather import gather_flat_values, whole_in
+from composable_fsdp.access.gather import gather_whole
 from composable_fsdp.access.other_parts import require_all_data
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.consensus import raise_on_all_ranks
@@ -75,13 +75,10 @@ def optim_state_dict(
         optim: an element-wise optimizer over parameters of ``model``, or a list of
             optimizers over different parameters. The states and groups of a list are
             returned as if a single optimizer had them.
-        optim_state_dict: a state dict that ``optim.state_dict()`` returned, keyed by
-            numbers or by names; a list of state dicts for a list of optimizers.
-            Default: the current state of ``optim``. Without ``param_groups`` the
-            result has none.
+        optim_state_dict: what ``optim.state_dict()`` returned, of each optimizer of a
+            list. Default: the current state. Without ``param_groups`` the result has
+            none.
         group: ignored, because each unit knows its process groups.
-
-    Returns: the state dict, or ``{}`` on the other ranks with ``rank0_only``.
 
     Collective: one all-gather of state names (objects) per shard group; then, for full
     state, per unit and state name one all-gather over the shard group, or with
@@ -139,10 +136,7 @@ def full_state(
     first_only: bool,
     to_cpu: bool,
 ) -> dict[str, Any]:
-    """Return full state, whatever state dict type is set.
-
-    Collective, Raises: as ``optim_state_dict`` for the full type.
-    """
+    """Return full state, of whatever type. Collective: as ``optim_state_dict``."""
     handles = [unit.handle for unit in _get_fsdp_states(model)]
     if first_only:
         refuse_experts(handles, f"{_WHAT} with rank0_only")
@@ -176,10 +170,7 @@ def sharded_state(
     to_cpu: bool,
     alone: bool = False,
 ) -> dict[str, Any]:
-    """Return the state as copies in sharded values, whatever state dict type is set.
-
-    Collective: one exchange of state names per shard group; none if ``alone``.
-    """
+    """Return copies in sharded values. Collective: names, unless ``alone``."""
     members, options, states = _agreed(model, optims, given, alone=alone)
     result = {
         named.fqn: {k: as_sharded(named, _copy(v, to_cpu)) for k, v in values.items()}
@@ -203,10 +194,7 @@ def _agreed(
     *,
     alone: bool = False,
 ) -> tuple[list[Named], list[Group], list[Values]]:
-    """Return named parameters, their groups, and their states.
-
-    Collective: one exchange of state names per shard group; none if ``alone``.
-    """
+    """Return parameters, groups and states. Collective: names, unless ``alone``."""
     units = _get_fsdp_states(model)
     with raise_on_all_ranks([] if alone else shard_groups(units)):
         for state in units:
@@ -239,16 +227,9 @@ def _gather(
     first_only: bool,
     to_cpu: bool,
 ) -> None:
-    """Gather the tensors of a unit into ``result``, state name by state name.
-
-    Collective: per state name one all-gather over the shard group; with ``first_only``
-    one gather per region, and only in the first replica.
-    """
+    """Gather a unit's tensors into ``result``, name by name, by ``gather_whole``."""
     handle = members[0][0].handle
     assert handle is not None
-    # The first rank is in the first replica; the other replicas need not gather.
-    if first_only and not handle.groups.in_first_replica:
-        return
     by_name: dict[str, list[tuple[str, ParamRef, Tensor]]] = {}
     for named, values in members:
         for name, value in values.items():
@@ -258,14 +239,16 @@ def _gather(
     for name in sorted(by_name):
         found = by_name[name]
         # The shards have no name here, so that they are free before the next are made.
-        fulls = gather_flat_values(
-            handle, _shards_of(handle, found), first_only=first_only
+        wholes = gather_whole(
+            handle,
+            _shards_of(handle, found),
+            [ref for _, ref, _ in found],
+            first_only=first_only,
+            to_cpu=to_cpu,
         )
         # With ``first_only`` the other ranks have sent their shards and need no result.
-        for fqn, ref, _ in found if fulls and result else ():
-            full = fulls[handle.layout.regions.index(ref.region)]
-            # A copy: a view would keep the whole buffer alive.
-            result[fqn][name] = _copy(whole_in(ref, full), to_cpu)
+        for (fqn, *_), whole in zip(found, wholes if result else (), strict=False):
+            result[fqn][name] = whole
 
 
 def _shards_of(

@@ -27,10 +27,7 @@ def as_sharded(named: Named, value: Any) -> Any:
 
 
 def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> None:
-    """Forbid pickling of sharded values if the unit's state dict type is full.
-
-    Frameworks write the ``optimizer.state_dict()`` of the first rank to a file.
-    """
+    """Forbid pickling of sharded values if the unit's state dict type is full."""
     unit = _get_module_fsdp_state(handle.layout.owners[0])
     kind = None if unit is None else unit.settings.state_dict.state_dict_type
     for key, value in values.items() if kind is StateDictType.FULL_STATE_DICT else ():

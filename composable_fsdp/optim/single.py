@@ -15,7 +15,7 @@ from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import quoted, takes_optimizer
 from composable_fsdp.optim.flat_state import originals
 from composable_fsdp.optim.names import Named, meet_for_state, require_pair
-from composable_fsdp.optim.original_view import over_originals
+from composable_fsdp.optim.original_view import OverOriginals, over_originals
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.state_exchange import require_same_state
@@ -28,13 +28,9 @@ def get_full_optim_state(
 ) -> dict[str, Any]:
     """Return the state that ``optim`` keeps for a parameter, in full shapes.
 
-    Args:
-        model: the sharded model.
-        optim: the optimizer that trains the parameter.
-        fqn: name of the parameter in the plain model.
-
-    Returns: ``{name: value}`` with new tensors on the compute device; ``{}`` before the
-    first step, and for a parameter that never had a gradient.
+    ``fqn`` is its name in the plain model. The result, ``{name: value}``, has new
+    tensors on the compute device; it is ``{}`` before the first step, and for a
+    parameter that never had a gradient.
 
     Collective: one exchange of state names, and per state one broadcast from each rank
     that holds elements, over the shard group; all its ranks must call. None, if the
@@ -65,22 +61,16 @@ def set_full_optim_state(
 ) -> None:
     """Write optimizer state of a parameter from full values.
 
-    Each rank passes the same values and writes its part. State names that ``state``
-    leaves out keep their values.
-
-    Args:
-        model: the sharded model.
-        optim: the optimizer that trains the parameter.
-        fqn: name of the parameter in the plain model.
-        state: ``{name: value}``; tensors in the parameter's full shape, or scalars.
+    Each rank passes the same ``{name: value}``, tensors in the parameter's full shape
+    or scalars, and writes its part. State names that are left out keep their values.
 
     Raises: as ``get_full_optim_state``; CheckpointError, for another shape or for a
     name that the optimizer does not keep, before anything is written. A rank without
     any state cannot check names.
     """
     named = _find(model, optim, fqn, "set_full_optim_state")
-    state_of = over_originals(optim).state
-    own = known = state_of.get(named.parameter, {})
+    view = over_originals(optim)
+    own = known = view.state.get(named.parameter, {})
     if named.is_absent:
         # This rank keeps no state of the parameter, so check against the state names of
         # the optimizer's other parameters.
@@ -99,7 +89,10 @@ def set_full_optim_state(
             )
     if not named.is_absent:
         parts = {k: _part(named, k, v, own.get(k)) for k, v in state.items()}
-        state_of[named.parameter].update(parts)
+        if isinstance(view, OverOriginals):
+            view.write(named.parameter, parts)
+        else:
+            optim.state[named.parameter].update(parts)
 
 
 def _part(named: Named, key: str, value: Any, before: Any) -> Any:

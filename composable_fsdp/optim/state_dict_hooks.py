@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree
 
 from composable_fsdp.comm.consensus import exchange, raise_on_all_ranks
 from composable_fsdp.comm.meeting import Call, meet
@@ -36,12 +35,11 @@ from composable_fsdp.optim.names import Named, refuse_flats_with_forms, shard_gr
 from composable_fsdp.optim.own_state_dict import is_empty, unwrapped, wants_parts
 from composable_fsdp.optim.save import full_state
 from composable_fsdp.optim.sharded import as_sharded, mark_partial, part_for
-from composable_fsdp.optim.state_exchange import Values, require_same_state
+from composable_fsdp.optim.state_exchange import Values, misfit, require_same_state
 from composable_fsdp.optim.step_checks import (
     cut_leaf,
     flat_name,
     handles_of,
-    misfit_text,
     steps_on_full_params,
 )
 from composable_fsdp.state_dict.dcp_caller import DcpRequest, dcp_request
@@ -90,11 +88,7 @@ def install_optimizer_hooks(optim: object) -> None:
 
 
 def prepare_for_dcp(optim: object) -> bool:
-    """Register both hooks, and return whether ``optim`` is in use on some rank.
-
-    Collective: one exchange per shard group of the optimizer's units.
-    Raises: CompositionError, if ``optim`` was made of full parameters.
-    """
+    """Register both hooks; return whether some rank uses ``optim``, by an exchange."""
     install_optimizer_hooks(optim)
     if not isinstance(optim, Optimizer):
         return False
@@ -159,11 +153,7 @@ def _on_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
 
 
 def _own(optim: Optimizer, state_dict: StateDict) -> StateDict:
-    """Return the state dict that a user sees.
-
-    Collective: if ``SHOWN_ON_ALL`` says so and a rank lacks elements, as
-        ``require_same_state``.
-    """
+    """Return what a user sees. Collective: names, if ``SHOWN_ON_ALL`` says so."""
     members = _members(optim, state_dict["param_groups"])
     absent = [named for named in members.values() if named.has_absent]
     # Equal on all ranks: the plan says which parameters a rank lacks, and all ranks
@@ -226,10 +216,7 @@ def _with_absent(
     state: dict[Any, Any],
     units: Sequence[_FSDPState] = (),
 ) -> dict[Any, Any]:
-    """Return ``state`` with that of parameters without elements on this rank.
-
-    Collective: one exchange of state names per shard group (``require_same_state``).
-    """
+    """Add the state of parameters that are on other ranks. Collective: of names."""
     cut = {key: named for key, named in members.items() if named.is_cut}
     states = [state_dict["state"].get(key, {}) for key in cut]
     require_same_state(list(cut.values()), states, units)
@@ -242,23 +229,14 @@ def _with_absent(
 
 
 def _shown(named: Named, values: Values) -> Values:
-    """Return state with tensors as ``ShardedValue``; scalars stay as they are."""
-    shape = named.parameter.shape
-    for name, value in values.items() if named.is_cut else ():
-        leaves = _pytree.tree_leaves(value)
-        shapes = [tuple(v.shape) for v in leaves if isinstance(v, Tensor)]
-        if any(shapes) and not (isinstance(value, Tensor) and value.shape == shape):
-            who = f"optim.state_dict(): state {name!r} of {named.fqn!r}"
-            got = shapes[0] if isinstance(value, Tensor) else shapes
-            raise CheckpointError(misfit_text(who, got, named.parameter, named.shape))
+    """Return state with tensors as ``ShardedValue``. Raises: CheckpointError."""
+    if error := misfit(named, values):
+        raise error
     return {name: as_sharded(named, value) for name, value in values.items()}
 
 
 def _full(optim: Optimizer, given: StateDict, asked: DcpRequest) -> StateDict:
-    """Return full state under the optimizer's own keys.
-
-    Collective, Raises: as ``full_state``; CompositionError, for experts of this rank.
-    """
+    """Return full state under the optimizer's own keys. Collective: ``full_state``."""
     # Units of which this rank holds parts, in the optimizer's order.
     members = _members(optim, given["param_groups"]).values()
     handles = [named.handle for named in members if named.handle is not None]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree
 
 from composable_fsdp.comm.consensus import exchange, first_failure
 from composable_fsdp.errors import CheckpointError, DesyncError
@@ -52,8 +53,7 @@ def require_same_state(
     DesyncError, if ranks have different state names.
     """
     # Sent with the entries and raised later, because the other ranks wait.
-    misfits = [_misfit(n, values) for n, values in zip(members, states, strict=True)]
-    problem = next(filter(None, misfits), None)
+    problem = next(filter(None, map(misfit, members, states)), None)
     # The groups of ``units`` first, in an order equal on all ranks, also without a
     # parameter to describe.
     cut: dict[dist.ProcessGroup, list[int]] = {g: [] for g in shard_groups(units)}
@@ -76,13 +76,15 @@ def require_same_state(
             _take(members[i], states, i, entries)
 
 
-def _misfit(named: Named, values: Values) -> CheckpointError | None:
+def misfit(named: Named, values: Values) -> CheckpointError | None:
     """Return an error for state that is not element-wise; None without such state."""
     shape = named.parameter.shape
     for key, value in values.items() if named.is_cut else ():
-        if not named.is_scalar(key, value) and value.shape != shape:
+        leaves = _pytree.tree_leaves(value)
+        shapes = [tuple(v.shape) for v in leaves if isinstance(v, Tensor)]
+        if any(shapes) and not (isinstance(value, Tensor) and value.shape == shape):
             who = f"Optimizer state {key!r} of {quoted(named.fqn)}"
-            got = tuple(value.shape)
+            got = shapes[0] if isinstance(value, Tensor) else shapes
             return CheckpointError(misfit_text(who, got, named.parameter, named.shape))
     return None
 

@@ -220,11 +220,7 @@ def require_current(optim: Optimizer) -> None:
 
 
 def require_agreement(optim: Optimizer, refused: str | None, *, is_first: bool) -> None:
-    """Refuse, on all ranks, state that misfits and options that differ between ranks.
-
-    Collective: ranks wait for each other in the key-value store, at most ``_PATIENCE``
-    seconds, since a rank may not step. Raises: CompositionError.
-    """
+    """Refuse, on all ranks and by the store, misfitting state and unequal options."""
     own = refused or _misfit(optim)
     told = None
     plain = _unmanaged(optim)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -198,10 +199,7 @@ def _only_creates_state(optim: Optimizer) -> bool:
 
 
 def _count_writes(optim: Optimizer, met: _KnownOptimizer) -> None:
-    """Move versions that the step has not moved, as other steps and ranks do.
-
-    Backward would else use the new weights, or raise on the ranks that hold elements.
-    """
+    """Move versions that the step has not moved, as other steps and ranks do."""
     written: list[torch.Tensor] = []
     for handle in met.units():
         # Backward must not refuse after a step that has changed no value.
@@ -219,10 +217,7 @@ def _count_writes(optim: Optimizer, met: _KnownOptimizer) -> None:
 def _unmoved(
     handle: FlatParamHandle, counted: frozenset[int], *, unseen: bool
 ) -> list[torch.Tensor]:
-    """Return the parameters of a unit whose versions a step has not moved.
-
-    ``unseen``: the step may have written any of them.
-    """
+    """Return a unit's parameters whose versions a step, ``unseen`` or not, left."""
     # No call for each parameter, because this runs in every step.
     found: list[torch.Tensor] = []
     for region in handle.layout.trainable:
@@ -273,18 +268,12 @@ def _may_have_stepped(optim: Optimizer, met: _KnownOptimizer) -> bool:
     found = (
         each.grad is not None
         for handle in met.units()
-        for each in _reduced(handle)
+        for each in chain(
+            *(compress(r.leaves, r.gradient.shown) for r in handle.layout.trainable),
+            # A flat parameter holds this rank's elements of all its leaves.
+            handle.writes.flat_parameters,
+        )
         if id(each) in stepped and each.numel()
     )
     first = next(found, True)
     return first or any(found)
-
-
-def _reduced(handle: FlatParamHandle) -> Iterator[torch.Tensor]:
-    """Yield what the last reduction gave a gradient, and the flat parameters."""
-    for region in handle.layout.trainable:
-        for leaf, shown in zip(region.leaves, region.gradient.shown, strict=True):
-            if shown:
-                yield leaf
-    # A flat parameter holds this rank's elements of all its leaves.
-    yield from handle.writes.flat_parameters

@@ -8,7 +8,7 @@ Planning runs every check before any tensor moves, so a refused model stays unch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -174,18 +174,15 @@ def _build(
 
 
 def lay_out_again(
-    unit: UnitPlan,
-    options: UnitOptions,
-    world_size: int,
-    shapes: Mapping[int, tuple[int, ...]] | None = None,
+    unit: UnitPlan, options: UnitOptions, world_size: int
 ) -> tuple[RegionLayout, ...]:
-    """Lay out a unit's parameters with other options, ranks or ``shapes`` by index."""
+    """Lay out a unit's parameters with other options or ranks."""
     # ``plan_regions`` orders parameters by the walk of the unit, as ``slots`` does.
     specs = [
         # A slot of a single rank has block 1, so the block comes from the shape.
         options.spec(
             slot.fqns,
-            shapes[slot.index] if shapes else slot.shape,
+            slot.shape,
             region.dtype,
             region.trainable,
             region.group,

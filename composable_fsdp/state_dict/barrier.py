@@ -24,10 +24,7 @@ _LOAD_EVERYWHERE = (
 def barrier_before_gather(
     state: _FSDPState, module: nn.Module, settings: StateDictSettings
 ) -> None:
-    """Wait until all ranks of the shard group have called a full ``state_dict()``, too.
-
-    Collective: before the first gather of a tree as ``compare_models``; else none.
-    """
+    """Wait until all ranks call a full ``state_dict()``; compare models once."""
     # Sharded values and local shards are not gathered, so a rank may be alone.
     if (
         state.handle.groups.shard is None

@@ -110,10 +110,7 @@ def _with_request(run: Call, given: dict[str, Any]) -> Any:
 
 
 def _with_sharded_leaves(run: Call, given: dict[str, Any]) -> Any:
-    """Run a DCP function for optimizers while modules show the sharded parameters.
-
-    DCP looks for the optimizer's parameters among those that the model shows.
-    """
+    """Run a DCP function for optimizers while modules show the sharded parameters."""
     model = given.get("model")
     states = _get_fsdp_states(model) if isinstance(model, nn.Module) else []
     shown = [s.handle for s in states if s.handle.residency is Residency.UNSHARDED]
@@ -132,22 +129,15 @@ def _with_sharded_leaves(run: Call, given: dict[str, Any]) -> Any:
                 residency.use_full(handle)
 
 
-_before_optimizer: list[Callable[[object], bool]] = []
-
-
-def call_before_optimizer(callback: Callable[[object], bool]) -> None:
-    """Have DCP call ``callback(optim)``, which registers hooks, before an optimizer.
-
-    ``callback`` returns whether the optimizer is in use on some rank.
-    """
-    _before_optimizer.append(callback)
+BEFORE_OPTIMIZER: list[Callable[[object], bool]] = []
+"""Each prepares an optimizer for DCP, and says whether it is in use on some rank."""
 
 
 def _with_init_step(run: Call, given: dict[str, Any]) -> Any:
     """Run DCP's function that makes an optimizer create its state, if it has none."""
     # torch decides by the state and the gradients of this rank, which are missing on a
     # rank without elements.
-    if any(callback(given.get("optim")) for callback in _before_optimizer):
+    if any(callback(given.get("optim")) for callback in BEFORE_OPTIMIZER):
         return None
     with _knowing(makes_state=True):
         return run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from composable_fsdp.access.gather import gather_flat_values, whole_in
+from composable_fsdp.access.gather import gather_whole
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import in_model_order, param_refs
@@ -67,12 +67,7 @@ def full_values(
 def gather_unit(
     handle: FlatParamHandle, *, first_only: bool = False, to_cpu: bool = False
 ) -> dict[int, Tensor]:
-    """Return the unit's full parameters by slot index, in the shards' dtype.
-
-    Collective: as ``gather_flat_values``; with ``first_only`` only in the first
-        replica; none if the unit is on meta. Of parameters that tensor parallelism
-        cuts, an all-gather each over its ranks.
-    """
+    """Return full parameters by slot index. Collective: as ``gather_whole``."""
     # As in plain torch, the state dict of a model on meta has keys, shapes and dtypes.
     if handle.layout.on_meta:
         return {
@@ -81,23 +76,9 @@ def gather_unit(
             )
             for ref in param_refs(handle)
         }
-    # All replicas hold equal values, so a single replica gathers.
-    if first_only and not handle.groups.in_first_replica:
-        return {}
+    # By index: ranks of tensor parallelism may have other regions, and must send alike.
+    refs = in_model_order(handle)
     # Offloaded shards are copied to the compute device, from which the backend sends.
     shards = [on_device(handle, region.shard) for region in handle.layout.regions]
-    fulls = gather_flat_values(handle, shards, first_only=first_only)
-    if not fulls:
-        return {}
-    full_of = dict(zip(map(id, handle.layout.regions), fulls, strict=True))
-    made: dict[int, Tensor] = {}
-    # By index: ranks of tensor parallelism may have other regions, and must send alike.
-    for ref in in_model_order(handle):
-        slot, value = ref.slot, whole_in(ref, full_of[id(ref.region)])
-        if slot.strides:
-            # Values of the plain model have its memory format.
-            value = value.new_empty_strided(value.shape, slot.strides).copy_(value)
-        # Copied, so that the caller's tensors do not keep the full buffer alive.
-        home = "cpu" if to_cpu else value.device
-        made[slot.index] = value.to(home, copy=not slot.strides)
-    return made
+    values = gather_whole(handle, shards, refs, first_only=first_only, to_cpu=to_cpu)
+    return {ref.slot.index: value for ref, value in zip(refs, values, strict=False)}

@@ -12,7 +12,6 @@ The first module of a unit that is called begins, and the same module ends.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from types import MethodType
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from composable_fsdp.access.other_parts import require_all_data
 from composable_fsdp.config import FullStateDictConfig, StateDictSettings, StateDictType
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.naming import join_name, listed, quoted, strip_wrapper
+from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict import dcp_caller, lost_writes
@@ -30,7 +29,7 @@ from composable_fsdp.state_dict.barrier import barrier_before_gather
 from composable_fsdp.state_dict.full import full_values
 from composable_fsdp.state_dict.loading import load_from_state_dict
 from composable_fsdp.state_dict.other_experts import add_other_experts
-from composable_fsdp.state_dict.parts import named_tensors, sharded_values
+from composable_fsdp.state_dict.parts import sharded_values
 from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.state_dict.shown import Shown, owns_below
 from composable_fsdp.tree.root import outermost
@@ -54,8 +53,6 @@ class _Saving(Shown):
 
 
 _running: dict[_FSDPState, _Saving] = {}
-
-_log = logging.getLogger("composable_fsdp.state_dict")
 
 
 def install_state_dict_hooks(state: _FSDPState, owned: Iterable[nn.Module]) -> None:
@@ -140,10 +137,7 @@ def _begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
-    """Show the sharded parameters again, and apply the settings to all entries below.
-
-    Collective, Raises: of plain experts as ``add_other_experts``; else none.
-    """
+    """Show the sharded parameters again; apply the settings to all entries below."""
     state = OWNERS.get(module)
     saving = None if state is None else _running.get(state)
     if saving is None or saving.module is not module or saving.prefix != prefix:
@@ -152,9 +146,7 @@ def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) 
     # Before anything that may raise.
     _running.pop(state).hide()
     kind = saving.settings.state_dict_type
-    keys = dict(_keys(state, module, prefix, state_dict))
-    if kind is StateDictType.SHARDED_STATE_DICT:
-        _tell_of_plain_tensors(saving, state_dict, set(keys.values()))
+    keys = [*_keys(state, module, prefix, state_dict)]
     if state.handle.groups.experts is not None:
         add_other_experts(
             state, module, prefix, keys, state_dict, kind, first_only=saving.first_only
@@ -171,48 +163,18 @@ def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) 
     lost_writes.watch(state, {key: state_dict.get(key) for key in keys})
 
 
-def _tell_of_plain_tensors(
-    saving: _Saving, state_dict: dict[str, Any], found: set[int]
-) -> None:
-    """Log that a hook has put plain tensors in the place of sharded values."""
-    state, prefix = saving.state, saving.prefix
-    slots = [s for r in state.handle.layout.regions for s in r.layout.parameters]
-    lost = [slot.fqn for slot in slots if slot.index not in found]
-    if not lost or saving.module is not state.module:
-        return
-    known = {prefix + name for name, _ in named_tensors(state.module)}
-    added = [
-        key
-        for key, value in state_dict.items()
-        if type(value) is Tensor and key.startswith(prefix) and key not in known
-    ]
-    if added:
-        _log.warning(
-            "The sharded state dict of %s lacks %s, and a hook has added the plain "
-            "tensors %s. torch.distributed.checkpoint takes a plain tensor for equal "
-            "on all ranks and saves one rank's. Make them of full values, under "
-            "StateDictType.FULL_STATE_DICT or by value.full_tensor().",
-            state.title,
-            listed(map(quoted, lost)),
-            listed(map(quoted, added)),
-        )
-
-
 def _keys(
     state: _FSDPState, module: nn.Module, prefix: str, state_dict: dict[str, Any]
-) -> Iterator[tuple[str, int]]:
+) -> Iterator[str]:
     """Yield the keys in ``state_dict`` of the unit's parameters below ``module``."""
     layout = state.handle.layout
-    places = {
-        (id(owner), place.name): place.slot_index
-        for place, owner in zip(layout.places, layout.owners, strict=True)
-    }
+    held = zip(layout.places, layout.owners, strict=True)
+    places = {(id(owner), place.name) for place, owner in held}
     for path, owner in module.named_modules(remove_duplicate=False):
         for name in owner._parameters:
-            index = places.get((id(owner), name))
             key = prefix + strip_wrapper(join_name(path, name))
-            if index is not None and key in state_dict:
-                yield key, index
+            if (id(owner), name) in places and key in state_dict:
+                yield key
 
 
 def _require_one_type(module: nn.Module, kind: StateDictType) -> None:

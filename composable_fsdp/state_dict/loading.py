@@ -28,7 +28,7 @@ from composable_fsdp.runtime.recover import free_all_full_params, require_betwee
 from composable_fsdp.state_dict import lost_writes
 from composable_fsdp.state_dict.barrier import barrier_before_load
 from composable_fsdp.state_dict.full import full_values
-from composable_fsdp.state_dict.parts import mismatch, named_tensors, sharded_values
+from composable_fsdp.state_dict.parts import mismatch, sharded_values
 from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.state_dict.shown import Shown
@@ -127,11 +127,7 @@ class _OnWholeValues:
 
 @contextmanager
 def _whole_values(state: _FSDPState, *, sharded: bool) -> Iterator[None]:
-    """Show values as the unit's parameters; keep writes to them, if nothing raises.
-
-    Collective: an all-gather over the shard group; none for sharded values.
-    Raises: CheckpointError, for a parameter of another shape.
-    """
+    """Show values as the unit's parameters; keep writes to them, if nothing raises."""
     shown = Shown(state)
     refs = {ref.slot.index: ref for ref in param_refs(state.handle)}
     # Tensors made in inference mode count no versions.
@@ -184,10 +180,12 @@ def _require_values(
         if isinstance(value, Tensor) and value.is_meta and key.startswith(prefix)
     }
     # Most state dicts have no tensor on meta: skip the walk over the module.
+    tables = (module.named_parameters, module.named_buffers) if empty else ()
     found = [
         quoted(key)
-        for name, own in (named_tensors(module) if empty else ())
-        if (key := strip_wrapper(prefix) + name) in empty and not own.is_meta
+        for table in tables
+        for name, own in table(remove_duplicate=False)
+        if (key := strip_wrapper(prefix + name)) in empty and not own.is_meta
     ]
     if found:
         raise CheckpointError(

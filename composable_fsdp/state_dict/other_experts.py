@@ -47,22 +47,9 @@ def refuse_experts(handles: Iterable[FlatParamHandle], what: str) -> None:
             f"{what} expects a model of which this rank has all names, and "
             f"{unit.name} holds the experts of this rank alone (expert_mesh). Call "
             "model.state_dict() and optim_state_dict(model, optim) on all ranks, "
-            "without rank0_only (offload_to_cpu=True keeps the GPU free), which hold "
-            "the experts of all ranks, or save with torch.distributed.checkpoint under "
+            "without rank0_only, or save with torch.distributed.checkpoint under "
             "SHARDED_STATE_DICT."
         )
-
-
-def require_own_names(names: Iterable[str], group: dist.ProcessGroup) -> list[str]:
-    """Return the names on the other ranks of ``group``; refuse names of two ranks.
-
-    Collective: an all-gather of objects over ``group``.
-    Raises: CheckpointError, on all ranks of ``group``.
-    """
-    told = collectives.all_gather_object(list(names), group)
-    require_different(told)
-    mine = group.rank()
-    return [name for rank, each in enumerate(told) if rank != mine for name in each]
 
 
 def require_different(told: Iterable[Iterable[str]]) -> None:
@@ -79,8 +66,7 @@ def require_different(told: Iterable[Iterable[str]]) -> None:
             f"expert_mesh hold {names}, and one of them would be lost. Keep the "
             "numbers of the plain model: nn.ModuleList with None in the places of "
             "other ranks' experts. Or stack the experts and pass DTensors of "
-            "distribute_tensor(weight, mesh['ep'], [Shard(0)]) without expert_mesh; or "
-            "take each rank's own under StateDictType.LOCAL_STATE_DICT."
+            "distribute_tensor(weight, mesh['ep'], [Shard(0)]) without expert_mesh."
         )
 
 
@@ -154,7 +140,7 @@ def add_other_experts(
     own = {key: state_dict[key] for key in keys if key in state_dict}
     if kind is StateDictType.SHARDED_STATE_DICT:
         # Each rank has its own entries, which DCP joins by name.
-        require_own_names(own, group)
+        require_different(collectives.all_gather_object(list(own), group))
         return
     if first_only:
         refuse_experts([state.handle], f"state_dict of {state.name} with rank0_only")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, param_refs
-from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.state_dict.sharded import Home, ShardedValue, describe
 
 
@@ -43,21 +41,11 @@ def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:
 def sharded_values(handle: FlatParamHandle, *, to_cpu: bool) -> dict[int, Tensor]:
     """Return copies of this rank's part of the unit's parameters, by slot index."""
     return {
-        ref.slot.index: sharded_value(ref, copied(ref.leaf, to_cpu=to_cpu))
+        ref.slot.index: sharded_value(
+            ref, ref.leaf.detach().to("cpu" if to_cpu else ref.leaf.device, copy=True)
+        )
         for ref in param_refs(handle)
     }
-
-
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of ``module`` under all their names."""
-    for named in (module.named_parameters, module.named_buffers):
-        for name, value in named(remove_duplicate=False):
-            yield strip_wrapper(name), value
-
-
-def copied(value: Tensor, *, to_cpu: bool) -> Tensor:
-    """Return a copy of ``value``, in host memory or on the same device."""
-    return value.detach().to("cpu" if to_cpu else value.device, copy=True)
 
 
 def mismatch(ref: ParamRef, value: ShardedValue) -> str:

@@ -50,10 +50,7 @@ def send(
     *,
     rank: int = 0,
 ) -> Tensor:
-    """Return the tensor of ``rank`` on every rank, on ``device``.
-
-    Collective: one broadcast per group.
-    """
+    """Return the tensor of ``rank`` everywhere. Collective: a broadcast per group."""
     if isinstance(value, Tensor):
         whole = value.detach().to(device).contiguous()
     else:
@@ -93,7 +90,17 @@ def share_structure(saved: Any, groups: Route) -> Any:
     """
     is_first = all(group.rank() == 0 for group in groups)
     # One object, so that all ranks refuse alike before the first tensor is sent.
-    told: Any = _packed(saved) if groups and is_first else None
+    told: Any = None
+    if groups and is_first:
+        try:
+            told = pickle.dumps(_pytree.tree_map(described, saved))
+        except Exception as error:
+            # Not raised: the other ranks wait for the broadcast.
+            told = (
+                "The optimizer state of the first rank cannot be sent to the others: "
+                f"{_unsent(saved)} ({type(error).__name__}: {error}). A state holds "
+                "tensors, numbers, strings, lists and dicts; leave it out."
+            )
     for group in groups:
         told = collectives.broadcast_object(told, group)
     # The error text of the first rank.
@@ -105,19 +112,6 @@ def share_structure(saved: Any, groups: Route) -> Any:
 def unpacked(shared: Any) -> Any:
     """Return the structure, with a ``Described`` for each tensor with dimensions."""
     return pickle.loads(shared) if isinstance(shared, bytes) else shared
-
-
-def _packed(saved: Any) -> bytes | str:
-    """Return the structure as bytes, or a string that says why pickling failed."""
-    try:
-        return pickle.dumps(_pytree.tree_map(described, saved))
-    except Exception as error:
-        # Not raised: the other ranks wait for the broadcast.
-        return (
-            "The optimizer state of the first rank cannot be sent to the others: "
-            f"{_unsent(saved)} ({type(error).__name__}: {error}). A state holds "
-            "tensors, numbers, strings, lists and dicts; leave it out."
-        )
 
 
 def _unsent(saved: Any) -> str:

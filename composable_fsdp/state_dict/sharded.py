@@ -298,12 +298,10 @@ class ShardedValue(Tensor):
         if self.not_alone:
             raise CheckpointError(
                 f"optimizer.state_dict() holds this rank's part of {self.not_alone}, "
-                f"{describe(self)}, and is pickled (torch.save, accelerate's "
-                "save_state, Fabric's save); expected a whole tensor, because a file "
-                "that one rank writes would lose the parts of the others. Pickle what "
+                f"{describe(self)}, and is pickled; expected a whole tensor, because a "
+                "file of one rank would lose the parts of the others. Pickle what "
                 "optim_state_dict(model, optimizer) returns, called on all ranks; or "
-                "use composable_fsdp.save, or torch.distributed.checkpoint, which take "
-                "each rank's part. For a file of each rank, call "
+                "use composable_fsdp.save. For a file of each rank, call "
                 "set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT) before."
             )
         within = () if self.within is None else (None, self.within)
@@ -376,11 +374,7 @@ def is_elementwise(func: Any) -> bool:
 
 
 def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply an element-wise operator to the parts of equally cut values.
-
-    Raises: TypeError, for values of another cut, and for plain tensors of several
-        elements.
-    """
+    """Apply an operator to parts that are cut alike. Raises: TypeError, for others."""
     given = (*args, *kwargs.values())
     lists = [a for a in given if isinstance(a, (list, tuple))]
     lists = [each for each in lists if any(isinstance(v, Tensor) for v in each)]

@@ -20,10 +20,9 @@ pytestmark = NEEDS_NCCL
 @pytest.mark.req("U-40")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("prefetch", [True, False])
 @on_ranks()
 def test_buckets_are_right_and_within_the_planned_memory(
-    world: World, prefetch: bool, dtype: torch.dtype | None, offload: bool
+    world: World, dtype: torch.dtype | None, offload: bool
 ) -> None:
     """While kernels of the caller read one bucket and the next one is gathered."""
     torch.manual_seed(0)
@@ -41,7 +40,7 @@ def test_buckets_are_right_and_within_the_planned_memory(
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
 
-    for name, value in stream_full(model, prefetch=prefetch, **how):
+    for name, value in stream_full(model, **how):
         sums[name] = value.double().sum().item()
         assert value.is_cuda
         del value

@@ -220,7 +220,7 @@ def test_state_that_does_not_fit_is_refused_by_name_on_every_rank(world: World) 
     held = next(iter(new.state))
     new.state[held]["odd"] = torch.ones(3)
     text = message_of(new.state_dict)
-    assert "optim.state_dict(): state 'odd' of '" in text
+    assert "Optimizer state 'odd' of '" in text
     del new.state[held]["odd"]
     assert _same(local_state_dict(new), before)
 
