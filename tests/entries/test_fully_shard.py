@@ -6,75 +6,46 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composable_fsdp import (
     ModuleWrapPolicy,
     fully_shard,
 )
+from composable_fsdp.naming import join_name
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyBlock, TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
+    PATHS,
     adamw,
     apply_units,
     assert_same_training,
     gpt_input,
     gpt_units,
-    sgd,
     train,
     train_reference,
 )
 from tests.support.world import World
 
 
-class Example(nn.Module):
-    """A module with two submodules, of which the second holds a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.eye(4))
-        self.sub1 = nn.Linear(4, 4)
-        self.sub2 = nn.Sequential(nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, 4)`` to the same."""
-        y: Tensor = self.sub2(self.sub1(x @ self.weight))
-        return y
-
-
-APPLICATIONS = {
-    "wrapper, by hand": ("wrapper", "manual"),
-    "wrapper, by policy": ("wrapper", "auto"),
-    "composable, by hand": ("composable", "manual"),
-    "composable, by policy": ("composable", "auto"),
-}
-
-
 @pytest.mark.req("S1-27", "S1-25")
-@pytest.mark.parametrize("how", APPLICATIONS)
-def test_the_units_of_the_example_are_the_same_in_four_styles(
-    one_rank: World, how: str
+@pytest.mark.parametrize("style", ["manual", "auto"])
+@pytest.mark.parametrize("path", PATHS)
+def test_the_units_are_the_same_by_hand_and_by_policy_on_both_paths(
+    one_rank: World, path: str, style: str
 ) -> None:
-    """The module, sub1 and sub2, and each parameter in exactly one of them."""
-    path, style = APPLICATIONS[how]
-    model = apply_units(Example(), ["sub1", "sub2"], path=path, style=style)
-    model(torch.ones(1, 4))
-
+    """The model and its blocks, and each parameter in exactly one of them."""
+    plain = TinyGPT()
+    units = gpt_units(plain)
+    names = [name for name, _ in plain.named_parameters()]
+    model = apply_units(plain, units, path=path, style=style)
+    model(gpt_input(0, 0))
     states = _get_fsdp_states(model)
 
-    assert [state.fqn for state in states] == ["", "sub1", "sub2"]
-    assert [type(state.module) for state in states] == [
-        Example,
-        nn.Linear,
-        nn.Sequential,
-    ]
-    assert [state.handle._fqns for state in states] == [
-        ("weight",),
-        ("weight", "bias"),
-        ("0.weight", "0.bias"),
-    ]
+    assert [state.fqn for state in states] == ["", *units]
+    held = [join_name(s.fqn, name) for s in states for name in s.handle._fqns]
+    assert sorted(held) == sorted(names)
 
 
 @pytest.mark.req("B-01", "S1-35")
@@ -121,37 +92,3 @@ def test_an_optimizer_made_before_sharding_trains(world: World) -> None:
     assert alias is model.head.weight
     assert seen == ["mine"] * 3
     assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
-
-
-@pytest.mark.req("B-02")
-@on_ranks(2)
-def test_modules_of_a_list_may_use_the_same_names(world: World) -> None:
-    """The last norm and the head are one unit although both have a ``weight``."""
-    model = TinyGPT()
-    plain = copy.deepcopy(model)
-    fully_shard([model.norm, model.head])
-    apply_units(model, gpt_units(model))
-
-    expected = train_reference(plain, world.world_size, gpt_input, sgd)
-    losses = train(model, world.rank, gpt_input, sgd)
-
-    assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
-
-
-@pytest.mark.req("B-06")
-@on_ranks(1, 2)
-def test_a_child_may_run_before_its_parent(world: World) -> None:
-    """The root is the outermost unit all the same."""
-    model = TinyGPT()
-    plain = copy.deepcopy(model)
-    apply_units(model, gpt_units(model))
-    x = torch.ones(1, 3, 8) * (world.rank + 1)
-
-    assert torch.equal(model.blocks[1](x), plain.blocks[1](x))
-    root, first, second = _get_fsdp_states(model)
-    assert (root._is_root, first._is_root, second._is_root) == (True, False, False)
-    expected = train_reference(plain, world.world_size, gpt_input, sgd)
-    losses = train(model, world.rank, gpt_input, sgd)
-
-    assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
-    assert torch.equal(model.blocks[0](x), plain.blocks[0](x))
