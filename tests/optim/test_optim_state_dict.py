@@ -20,7 +20,6 @@ from composable_fsdp import (
     optim_state_dict_to_load,
     set_state_dict_type,
 )
-from composable_fsdp.comm.collectives import record
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.features import flat_parameters
 from composable_fsdp.optim import rekey_optim_state_dict
@@ -32,7 +31,7 @@ from tests.support.place import _same
 from tests.support.reference import (
     apply_units,
 )
-from tests.support.sharded import gpt, message_of, step
+from tests.support.sharded import message_of
 from tests.support.world import World
 
 FSDP = FullyShardedDataParallel
@@ -173,44 +172,6 @@ def test_a_state_that_cannot_be_sent_is_refused_on_all(
 
 
 NAME, ID = OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID
-
-
-@pytest.mark.parametrize("form", ["originals", "flat"])
-@on_ranks(3)
-def test_full_state_is_taken_apart_as_it_was_put_together(
-    world: World, form: str
-) -> None:
-    """From every rank or from the first, with the optimizer or what it is made from."""
-    model = gpt("wrapper")
-    make: Any = flat_parameters if form == "flat" else two_groups
-    optimizer = torch.optim.AdamW(make(model))
-    step(model, optimizer, world.rank, 0)
-    whole = optim_state_dict(model, optimizer)
-    set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)  # not looked at
-
-    on_first = FSDP.full_optim_state_dict(model, optimizer)
-    everywhere = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-    sharded = FSDP.sharded_optim_state_dict(model, optimizer)
-    mine = copy.deepcopy(local_state_dict(optimizer))
-    with record() as calls:
-        parts = [
-            FSDP.shard_full_optim_state_dict(whole, model, optim=optimizer),
-            FSDP.shard_full_optim_state_dict(whole, model, make(model)),
-        ]
-    assert calls == []
-    group, given = world.group, on_first or None
-    parts += [
-        FSDP.scatter_full_optim_state_dict(on_first, model, optim=optimizer),
-        FSDP.scatter_full_optim_state_dict(given, model, make(model), group=group),
-        FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer),
-    ]
-
-    assert _same(everywhere, whole)
-    assert _same(on_first, whole if world.rank == 0 else {})
-    for part in parts:
-        fresh = torch.optim.AdamW(make(model))
-        fresh.load_state_dict(part)
-        assert _same(local_state_dict(fresh)["state"], mine["state"])
 
 
 def stepped_plain(model: nn.Module) -> torch.optim.Optimizer:

@@ -51,6 +51,13 @@ WHOLE: dict[str, Make] = {
 }
 
 
+REASONS = {
+    "Muon": "orthogonalises",
+    "Adafactor": "scales by means",
+    "LBFGS": "takes inner products",
+}
+
+
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
@@ -73,7 +80,7 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_at_its_first_step(
         partial(optim_state_dict_to_load, model, optimizer, empty),
     ):
         text = message_of(act)
-        assert text.startswith(f"CompositionError: {name} ")
+        assert text.startswith(f"CompositionError: {name} {REASONS.get(name, '')}")
         assert re.search(r"and of '(first.weight|scale)' each rank holds a part", text)
         assert "Use an element-wise optimizer" in text
         assert "replicate(module), strategy=ShardingStrategy.NO_SHARD" in text
@@ -263,6 +270,18 @@ def test_an_optimizer_of_full_parameters_is_refused_at_each_step(world: World) -
             assert "'first.weight'" in text, (way, text)
             assert "after reshard(module)" in text
         assert differences(copied(model), before) == {}
+
+
+@pytest.mark.req("P-14")
+def test_a_step_inside_a_block_is_refused(one_rank: World) -> None:
+    """With the moment to call it; `property_tests/test_programs.py` steps after it."""
+    model = fully_shard(tiny_mlp())
+    optimizer = sgd(model)
+    with unshard_params(model):
+        text = message_of(optimizer.step)
+
+    assert text.startswith("PhaseError: SGD.step() was called inside unshard_")
+    assert "Call it after the block" in text
 
 
 @pytest.mark.req("P-14")

@@ -162,6 +162,9 @@ def test_a_sharded_value_is_no_tensor_to_compute_with(world: World) -> None:
         assert copied.is_part_like(value)
         assert torch.equal(copied.local, value.local)
         assert copied.local.data_ptr() != value.local.data_ptr()
+    text = message_of(copies[0].full_tensor)
+    assert "CheckpointError: full_tensor expects a value whose process gr" in text
+    assert "that was pickled, with elements [" in text
     assert value.detach().local.data_ptr() == value.local.data_ptr()
     wide: Any = value.to(torch.float64)
     zeros: Any = torch.zeros_like(value)

@@ -12,23 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
-    Block,
-    CPUOffload,
-    MixedPrecision,
     fully_shard,
     load,
     save,
     verify,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.features import Int8Wire, flat_parameters
+from composable_fsdp.features import flat_parameters
 from composable_fsdp.storage.manifest import CODES
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.storage.training import State, everything, make, optimizer_of, same, step
 from tests.support.memory import LiveBytes
 from tests.support.on_ranks import on_ranks
-from tests.support.reference import STRATEGIES
 from tests.support.sharded import RankCount, both_paths
 from tests.support.world import World
 
@@ -50,12 +46,6 @@ def save_trained(
     save(folder / "step-2", model, optimizer, EXTRA)
     saved = everything(model, optimizer)
     return saved, step(model, optimizer, 2)
-
-
-def load_in_each_form(
-    world: World, folder: Path, forms: list[State]
-) -> list[tuple[State, float, bool]]:
-    return [load_and_go_on(world, folder, "composable", each) for each in forms]
 
 
 def load_and_go_on(
@@ -93,66 +83,6 @@ def test_a_checkpoint_of_two_ranks_resumes_on_any_number(
         assert same(loaded, saved)
         assert next_loss == pytest.approx(loss, rel=1e-6)
         assert rest
-
-
-@pytest.mark.req("M-05")
-def test_parameters_of_a_single_rank_resume_in_shards_of_any_block(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """And back: whole parameters, blocks of rows, elements, a wire format."""
-    whole: State = {"block": Block.TENSOR}
-    (saved, loss), *_ = ranks(3).run(save_trained, tmp_path, "composable", whole)
-    forms: list[State] = [
-        {"block": Block.rows(3)},
-        {"block": Block.ELEMENT},
-        {"wire": Int8Wire()},
-    ]
-    for found in ranks(2).run(load_in_each_form, tmp_path, forms):
-        for (loaded, next_loss, rest), options in zip(found, forms, strict=True):
-            assert same(loaded, saved)
-            near = 0.05 if "wire" in options else 1e-6
-            assert next_loss == pytest.approx(loss, rel=near)
-            assert rest
-    ranks(2).run(save_trained, tmp_path / "rows", "composable", forms[0])
-    for loaded, _, _ in ranks(3).run(
-        load_and_go_on, tmp_path / "rows", "composable", whole
-    ):
-        assert loaded.keys() == saved.keys()
-
-
-OPTIONS: dict[str, State] = {
-    **{strategy.name: {"strategy": strategy} for strategy in STRATEGIES},
-    "offloaded": {"cpu_offload": CPUOffload(True)},
-    "mixed": {
-        "mixed_precision": MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
-    },
-}
-
-
-def each_strategy(world: World, folder: Path) -> dict[str, State]:
-    """Save and load with each of ``OPTIONS``; what was saved."""
-    found = {}
-    for name, options in OPTIONS.items():
-        saved, _ = save_trained(world, folder / name, "composable", options)
-        loaded, _, rest = load_and_go_on(world, folder / name, "wrapper", options)
-        assert same(loaded, saved), name
-        assert rest
-        found[name] = saved
-    return found
-
-
-@pytest.mark.req("S3-06")
-def test_every_strategy_saves_what_the_plain_model_loads(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """Shards in the parameters' own dtype; each rank writes about the same bytes."""
-    for name, saved in ranks(2).run(each_strategy, tmp_path)[0].items():
-        loaded, _, rest = plain_world(tmp_path / name)
-        assert same(loaded, saved)
-        assert rest
-        files = (tmp_path / name / "step-2").glob("*.safetensors")
-        sizes = [file.stat().st_size for file in files]
-        assert max(sizes) < 1.2 * min(sizes)
 
 
 def test_the_files_open_with_the_safetensors_library(

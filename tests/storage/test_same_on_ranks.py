@@ -75,9 +75,10 @@ def stepped(model: nn.Module) -> optim.Optimizer:
     return optimizer
 
 
-def own_options(rank: int) -> Pair:
+def equal_options(rank: int) -> Pair:
+    """A checkpoint has the one or the other."""
     model = pair()
-    return model, optim.AdamW(model.parameters(), lr=0.1 * (rank + 1))
+    return model, optim.SGD(model.parameters(), lr=1 if rank else 1.0)
 
 
 def own_scalars(rank: int) -> Pair:
@@ -144,7 +145,7 @@ CASES: dict[Callable[[int], Pair], str] = {
     late_parameter: "absent on rank 0, a parameter (2,) of torch.float32 on rank 1",
     other_dtype: "'1.weight' (and 1 more: '1.bias'), in no unit, is not the same",
     local_expert: "Parameter '1.weight', in no unit, is not the same on all ranks: ",
-    own_options: "option 'lr' of '0.weight' is not the same on all ranks: 0.1 ",
+    equal_options: "option 'lr' of '0.weight' is not the same on all ranks: 1.0 ",
     own_scalars: "Optimizer state 'norm' of 'weight' is",
     own_momentum: "(state 'exp_avg')\", in no unit, is not the same on all ranks",
     torch_fsdp1: "(root) was sharded by torch's FullyShardedDataParallel (FSDP1)",
