@@ -35,7 +35,7 @@ from composable_fsdp.state_dict import get_state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
-from tests.support.reference import STRATEGIES, adamw, apply_units, differences
+from tests.support.reference import adamw, apply_units, differences
 from tests.support.sharded import gpt, message_of, step
 from tests.support.world import World
 
@@ -43,7 +43,6 @@ FULL, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 SHARDED = StateDictType.SHARDED_STATE_DICT
 ON_FIRST = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
 OPTIM_ON_FIRST = FullOptimStateDictConfig(rank0_only=True)
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 
 
 def test_a_block_sets_the_type_of_every_unit_and_gives_it_back(
@@ -113,35 +112,6 @@ def test_a_wrong_type_or_configuration_is_refused_and_nothing_is_set(
     with pytest.raises(ValueError, match="sharded values are ShardedValue"):
         set_state_dict_type(model, SHARDED, ShardedStateDictConfig(_use_dtensor=True))
     assert get_state_dict_type(model) == FULL_BY_DEFAULT
-
-
-@on_ranks(3)
-@every_strategy
-def test_with_rank0_only_the_first_rank_alone_has_everything(
-    world: World, strategy: ShardingStrategy
-) -> None:
-    """The others get empty dicts, buffers left out too, and allocate nothing."""
-    model = gpt("wrapper", tied_head=True, strategy=strategy)
-    plain = TinyGPT(tied_head=True)
-    for each in (model, plain):
-        getattr(each, "module", each).register_buffer("count", torch.ones(2))
-    optimizer = adamw(model.parameters())
-    step(model, optimizer, world.rank, 0)
-    plain.load_state_dict(model.state_dict())
-    whole = optim_state_dict(model, optimizer)
-
-    with state_dict_type(model, FULL, ON_FIRST, OPTIM_ON_FIRST), record() as calls:
-        saved, state = model.state_dict(), optim_state_dict(model, optimizer)
-
-    if world.rank:
-        assert (saved, state) == ({}, {})
-    else:
-        assert differences(saved, plain.state_dict()) == {}
-        assert state["param_groups"] == whole["param_groups"]
-        assert list(state["state"]) == list(whole["state"])
-        for name, values in state["state"].items():
-            assert differences(values, whole["state"][name]) == {}
-    assert "all_gather" not in {call.op for call in calls}
 
 
 def trained(world: World, path: str, **options: Any) -> tuple[nn.Module, Any]:
