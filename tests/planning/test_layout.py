@@ -1,29 +1,13 @@
-"""Layouts: the drawing in the module, known models, and the odd shapes."""
+"""Layouts: the drawing in the module, and what is no interval."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from composable_fsdp.planning.layout import (
-    ParameterSpec,
-    RegionLayout,
-    row_block,
-)
+from composable_fsdp.planning.boxes import interval_boxes
+from composable_fsdp.planning.layout import ParameterSpec, RegionLayout, row_block
 from composable_fsdp.planning.partition import plan_regions
-
-Shapes = dict[str, tuple[int, ...]]
-
-
-def specs_of(
-    shapes: Shapes,
-    dtype: torch.dtype = torch.float32,
-    *,
-    frozen: frozenset[str] = frozenset(),
-) -> list[ParameterSpec]:
-    return [
-        ParameterSpec((name,), shape, dtype, name not in frozen, row_block(shape))
-        for name, shape in shapes.items()
-    ]
 
 
 def owned(region: RegionLayout, rank: int) -> dict[str, tuple[int, int]]:
@@ -34,7 +18,11 @@ def owned(region: RegionLayout, rank: int) -> dict[str, tuple[int, int]]:
 
 def test_the_drawing_in_the_module_is_what_is_planned() -> None:
     """Four ranks hold rows 0-1, rows 2-3, row 4 with half the bias, and the rest."""
-    (region,) = plan_regions(specs_of({"weight": (5, 4), "bias": (8,)}), world_size=4)
+    specs = [
+        ParameterSpec((name,), shape, torch.float32, True, row_block(shape))
+        for name, shape in (("weight", (5, 4)), ("bias", (8,)))
+    ]
+    (region,) = plan_regions(specs, world_size=4)
 
     assert (region.numel, region.padded_numel, region.shard_numel) == (28, 32, 8)
     assert [owned(region, rank) for rank in range(4)] == [
@@ -44,3 +32,10 @@ def test_the_drawing_in_the_module_is_what_is_planned() -> None:
         {"bias": (4, 8)},
     ]
     assert [region.cuts.sizes[i] for i in region.cuts.gaps] == [4]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 3), (4, 3), (0, 21)])
+def test_an_interval_outside_of_the_elements_is_refused(start: int, stop: int) -> None:
+    """With the number of elements, the shape and what came."""
+    with pytest.raises(ValueError, match=r"stop <= 20 for shape \(4, 5\), got start="):
+        interval_boxes((4, 5), start, stop)
