@@ -3,6 +3,7 @@ own data-parallel APIs are recognized without importing them."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -61,6 +62,39 @@ def test_asking_an_untouched_module_writes_nothing(
 
 
 # ---- the nearest owner of every submodule ------------------------------------
+
+
+@pytest.mark.req("S1-30")
+def test_an_owner_entry_vanishes_with_its_module() -> None:
+    """The map keeps no module alive, not even one in a cycle with its state."""
+    owners: OwnerMap[State] = OwnerMap()
+    state = State()
+    module, cyclic = nn.Linear(2, 2), nn.Linear(2, 2)
+    cyclic.itself = [cyclic]  # type: ignore[assignment]  # any attribute will do
+    owners.set(state, module)
+    owners.set(state, cyclic)
+
+    del module, cyclic
+    gc.collect()
+
+    assert len(owners) == 0
+
+
+@pytest.mark.req("S1-30")
+def test_an_owner_entry_vanishes_with_its_state() -> None:
+    """The map keeps no state alive; modules that outlive their owner have none."""
+    owners: OwnerMap[State] = OwnerMap()
+    modules, kept_state, state = nn.ModuleList([nn.ReLU(), nn.ReLU()]), State(), State()
+    owners.set(kept_state, modules)
+    for child in modules:
+        owners.set(state, child)
+
+    del state
+    gc.collect()
+
+    assert [owners.get(child) for child in modules] == [None, None]
+    assert owners.get(modules) is kept_state
+    assert len(owners) == 1
 
 
 # ---- torch's own APIs ----------------------------------------------------------
