@@ -60,7 +60,8 @@ def sent(calls: Sequence[CallRecord], op: str) -> int:
 @pytest.mark.req("B-14")
 @on_ranks(1, 3)
 @pytest.mark.parametrize(
-    ("path", "who"), zip(PATHS * 2, ["no_sync", "all", "blocks", "root"], strict=True)
+    ("path", "who"),
+    list(zip(PATHS * 2, ("no_sync", "all", "blocks", "root"), strict=True)),
 )
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 def test_units_that_do_not_sync_accumulate_without_communication(

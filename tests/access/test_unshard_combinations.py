@@ -171,7 +171,7 @@ def test_writing_rank_0s_values_back_needs_no_memory_on_any_rank() -> None:
 @pytest.mark.parametrize("rank0_only", [False, True], ids=["", "rank0_only"])
 @pytest.mark.parametrize("strategy", STRATEGIES[::2], ids=lambda s: s.name)
 @pytest.mark.parametrize(
-    ("path", "rank", "with_grads"), zip(PATHS, [0, 1], [False, True], strict=True)
+    ("path", "rank", "with_grads"), list(zip(PATHS, [0, 1], [False, True], strict=True))
 )
 @on_ranks(2)
 def test_a_raise_on_one_rank_is_its_own_and_nothing_is_written_on_any(

@@ -131,7 +131,7 @@ def unit_modules(model: nn.Module) -> list[nn.Module]:
 @pytest.mark.req("S2-05", "B-12")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
-    ("path", "order"), zip(PATHS, ["before", "after"], strict=True)
+    ("path", "order"), list(zip(PATHS, ["before", "after"], strict=True))
 )
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)

@@ -170,3 +170,29 @@ def test_adapters_are_merged_unit_by_unit_and_the_base_model_is_saved(
     fully_shard(other, policy=NoSplitPolicy())
     load_pretrained(other, tmp_path)
     assert distance(full(other), parameters_of(expected)) < 1e-7
+
+
+@on_ranks(2)
+def test_training_of_adapters_resumes_and_loads_the_best(
+    world: World, tmp_path: Path
+) -> None:
+    """Adapter and optimizer state of an unbroken run, from the trainer's checkpoint."""
+    saving: dict[str, Any] = {
+        "save_strategy": "steps",
+        "eval_strategy": "steps",
+        "save_steps": 3,
+        "eval_steps": 3,
+        "load_best_model_at_end": True,
+    }
+    data: dict[str, Any] = {
+        "train_dataset": Tokens(64),
+        "eval_dataset": Tokens(16, seed=1),
+    }
+    with as_torchrun(world):
+        whole = ShardedTrainer(lora(), arguments(tmp_path, **saving), **data)
+        whole.train()
+        again = ShardedTrainer(lora(), arguments(tmp_path / "again", **saving), **data)
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+    assert not (tmp_path / "checkpoint-3" / "model.safetensors").exists()
+    assert distance(full(again.model), full(whole.model)) == 0.0

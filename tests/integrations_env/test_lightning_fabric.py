@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from composable_fsdp import replicate
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.lightning import ComposableFSDPFabricStrategy
 from tests.integrations_env.lightning_world import (
@@ -268,3 +269,17 @@ def test_misuse_of_save_is_told(ranks: Any, tmp_path: Path) -> None:
         assert "Add the module: state={'model'" in told[0]
         assert "holds one model, and the state has 0: optim" in told[1]
         assert "Leave filter and storage_options away" in told[2]
+
+
+@on_ranks(2)
+def test_replicas_of_the_user_have_their_states_on_every_rank(world: World) -> None:
+    """They are whole there, as under DDP."""
+    with as_torchrun(world):
+        made = fabric("composable_fsdp", 2)
+        model = replicate(seeded(Net))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        wrapped, optimizer = made.setup(model, optimizer)
+        train(made, wrapped, optimizer, loader(2, world.rank))
+        found = made.strategy.get_module_state_dict(model)
+
+    require_equal(found, weights(reference()), 2e-6)

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -201,6 +202,19 @@ def test_metrics_keep_their_parameters_and_count_over_all_ranks(world: World) ->
         torch.testing.assert_close(
             together.callback_metrics[name], alone.callback_metrics[name]
         )
+
+
+@on_ranks(2)
+def test_the_trainer_gives_each_rank_its_part_of_the_data(world: World) -> None:
+    """Lightning's own sampler is told the ranks."""
+    with as_torchrun(world):
+        together = trainer(
+            "composable_fsdp", 2, use_distributed_sampler=True, max_epochs=1
+        )
+        together.fit(Lit(), DataLoader(loader().dataset, 4))
+
+    sampler: Any = together.train_dataloader.sampler
+    assert (sampler.num_replicas, sampler.rank) == (2, world.rank)
 
 
 class Pair(L.LightningModule):
