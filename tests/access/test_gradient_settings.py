@@ -38,14 +38,13 @@ from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
-    PATHS,
     STRATEGIES,
     adamw,
     gpt_input,
     loss_of,
     train,
 )
-from tests.support.sharded import gpt, message_of, own_gradient, own_parts
+from tests.support.sharded import both_paths, gpt, message_of, own_gradient, own_parts
 from tests.support.world import RankPool, World, fake_world
 
 
@@ -58,11 +57,9 @@ def sent(calls: Sequence[CallRecord], op: str) -> int:
 
 
 @pytest.mark.req("B-14")
-@on_ranks(1, 3)
-@pytest.mark.parametrize(
-    ("path", "who"),
-    list(zip(PATHS * 2, ("no_sync", "all", "blocks", "root"), strict=True)),
-)
+@on_ranks(1, 2, 3)
+@both_paths
+@pytest.mark.parametrize("who", ["no_sync", "all", "blocks", "root"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 def test_units_that_do_not_sync_accumulate_without_communication(
     world: World, path: str, who: str, strategy: ShardingStrategy

@@ -17,7 +17,6 @@ from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import (
-    PATHS,
     STRATEGIES,
     apply_units,
     averaged_gradients,
@@ -27,7 +26,7 @@ from tests.support.reference import (
     loss_of,
     tolerance_at,
 )
-from tests.support.sharded import RankCount, gpt, is_full, message_of
+from tests.support.sharded import RankCount, both_paths, gpt, is_full, message_of
 from tests.support.world import World, fake_world
 
 OPTIONS = ("recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads")
@@ -169,10 +168,10 @@ def test_writing_rank_0s_values_back_needs_no_memory_on_any_rank() -> None:
 
 @pytest.mark.req("X-07")
 @pytest.mark.parametrize("rank0_only", [False, True], ids=["", "rank0_only"])
+@pytest.mark.parametrize("with_grads", [False, True], ids=["", "with_grads"])
 @pytest.mark.parametrize("strategy", STRATEGIES[::2], ids=lambda s: s.name)
-@pytest.mark.parametrize(
-    ("path", "rank", "with_grads"), list(zip(PATHS, [0, 1], [False, True], strict=True))
-)
+@pytest.mark.parametrize("rank", [0, 1])
+@both_paths
 @on_ranks(2)
 def test_a_raise_on_one_rank_is_its_own_and_nothing_is_written_on_any(
     world: World,

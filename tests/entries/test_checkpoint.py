@@ -130,9 +130,8 @@ def unit_modules(model: nn.Module) -> list[nn.Module]:
 
 @pytest.mark.req("S2-05", "B-12")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize(
-    ("path", "order"), list(zip(PATHS, ["before", "after"], strict=True))
-)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
