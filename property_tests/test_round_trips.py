@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from torch import nn
 
 from composable_fsdp import (
@@ -18,7 +18,7 @@ from composable_fsdp import (
 from property_tests.live import batches, examples
 from tests.support.models import build, legal_units
 from tests.support.place import _same
-from tests.support.recipes import ModelRecipe
+from tests.support.recipes import ModelRecipe, ModuleRecipe
 from tests.support.reference import (
     STRATEGIES,
     adamw,
@@ -32,6 +32,19 @@ from tests.support.world import RankPool, World
 RankCount = Callable[[int], RankPool]
 
 RECIPES = model_recipes(2, 2, FEATURES - {"replicate"})
+# The everyday run draws one model for each case, the smallest.
+ODD = ModelRecipe(
+    ModuleRecipe(
+        children=(
+            ModuleRecipe("mlp", "up", frozen=1),
+            ModuleRecipe("scalar", "scale"),
+            ModuleRecipe("zero", "none"),
+            ModuleRecipe("tiny", "one"),
+        )
+    ),
+    width=5,
+    sharded=("up",),
+)
 
 
 def sharded(
@@ -99,6 +112,7 @@ def load_all(
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 3), (2, 2)])
 @examples(4)
 @given(recipes=batches(RECIPES))
+@example(recipes=[ODD])
 def test_other_units_another_path_and_number_of_ranks_load_the_same_bits(
     ranks: RankCount,
     strategy: ShardingStrategy,

@@ -22,6 +22,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.access import set_reshard_after_forward
+from composable_fsdp.access.manual import UnshardHandle
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_handles
@@ -38,6 +39,7 @@ from tests.support.reference import (
     gpt_input,
     gpt_units,
     loss_of,
+    sgd,
 )
 from tests.support.world import RankPool, World
 
@@ -337,3 +339,62 @@ def test_what_is_no_method_is_refused(
         register_forward_method(module, name)
 
     assert [*vars(module)] == before
+
+
+@pytest.mark.req("B-09")
+@on_ranks(2)
+def test_a_pending_unshard_may_be_waited_for_twice_or_too_late(world: World) -> None:
+    """The handle shows the parameters; after the unit's forward it does nothing."""
+    model = sharded_gpt("composable")
+    block = module_at(model, "blocks.0")
+    pending = unshard(block, async_op=True)
+    assert isinstance(pending, UnshardHandle)
+    pending.wait()
+    pending.wait()
+    assert not is_sharded(block)
+    reshard(block)
+    reshard(block)
+
+    late = unshard(block, async_op=True)
+    assert late is not None
+    assert torch.equal(model(gpt_input(0, 0)), TinyGPT()(gpt_input(0, 0)))
+    late.wait()
+    assert is_sharded(block)
+
+
+@pytest.mark.req("B-13")
+@on_ranks(2)
+def test_a_loss_that_a_method_returns_trains(world: World) -> None:
+    """Its outputs are hooked as those of a forward; registering twice is once."""
+    model, plain = speaker("wrapper")
+    register_forward_method(model, "score")
+    register_forward_method(model, "score")
+    optimizers = sgd(model.parameters()), sgd(plain.parameters())
+    for step in range(2):
+        x = gpt_input(step, 0)
+        backward(model.score(x)["loss"])  # type: ignore[operator]
+        backward(model(x).square().mean())
+        backward(plain.score(x)["loss"])
+        backward(plain(x).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_same_training(model, plain, [], [], tolerance=1e-6)
+
+
+@pytest.mark.req("D-14")
+@on_ranks(2)
+def test_the_method_of_a_copy_is_that_of_the_copy(world: World) -> None:
+    """The method of a deep copy computes with the copy's parameters."""
+    model, plain = speaker("wrapper")
+    register_forward_method(model, "score")
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in [*made.parameters(), *plain.parameters()]:
+            p.mul_(1.5)
+    x = gpt_input(0, world.rank)
+
+    ours, theirs = made.score(x)["loss"], plain.score(x)["loss"]  # type: ignore[operator]
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(model.score(x)["loss"], theirs)  # type: ignore[operator]

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     CPUOffload,
@@ -17,10 +18,13 @@ from composable_fsdp import (
     fully_shard,
     get_full_grad,
     get_full_param,
+    no_sync,
     set_full_grad,
     set_full_param,
+    unshard,
     unshard_params,
 )
+from composable_fsdp.access import set_reshard_after_backward
 from composable_fsdp.optim import get_full_optim_state, set_full_optim_state
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
@@ -136,3 +140,106 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(world: World) 
     assert get_full_param(empty, "weight").is_meta
     text = message_of(lambda: set_full_param(empty, "weight", torch.ones(2, 2)))
     assert "which is on meta and has no memory yet" in text
+
+
+@on_ranks(4)
+def test_each_replica_reads_and_writes_by_itself(world: World) -> None:
+    """Within its shard group; nothing crosses to the others."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = gpt("composable", strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+    plain = TinyGPT()
+
+    for name, value in plain.named_parameters():
+        assert torch.equal(get_full_param(model, name), value)
+        set_full_param(model, name, value.detach() + 1)
+        assert torch.equal(get_full_param(model, name), value + 1)
+
+
+@on_ranks(2)
+def test_parameters_that_no_unit_holds_are_found_as_well(world: World) -> None:
+    """A model may hold some of both."""
+    model = nn.Sequential(tiny_mlp(), tiny_mlp(seed=1))
+    fully_shard(model, ignored_modules=[model[1]])
+    optimizer = optim.AdamW(model.parameters())
+    backward(model(torch.ones(2, 8)).sum())
+    optimizer.step()
+
+    for name in ("0.0.weight", "1.0.weight"):
+        value = get_full_param(model, name)
+        set_full_param(model, name, value * 2)
+        assert torch.equal(get_full_param(model, name), value * 2)
+        gradient = get_full_grad(model, name)
+        assert gradient is not None
+        set_full_grad(model, name, gradient * 2)
+        assert torch.equal(get_full_grad(model, name), gradient * 2)  # type: ignore[arg-type]
+        state = get_full_optim_state(model, optimizer, name)
+        assert state["exp_avg"].shape == (12, 8)
+        set_full_optim_state(model, optimizer, name, {"exp_avg": state["exp_avg"] * 2})
+        again = get_full_optim_state(model, optimizer, name)
+        assert torch.equal(again["exp_avg"], state["exp_avg"] * 2)
+        assert torch.equal(again["exp_avg_sq"], state["exp_avg_sq"])
+
+
+class Nested(nn.Module):
+    """A depth that exceeds Python's limit of recursion; shows no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: nn.Module = nn.Linear(3, 3)
+        for _ in range(1200):
+            self.inner = nn.Sequential(self.inner)
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        return iter(())
+
+
+@on_ranks(2)
+def test_a_name_is_that_of_the_place_whatever_named_parameters_gives(
+    world: World,
+) -> None:
+    """Also at a depth at which torch's own method fails."""
+    model = fully_shard(Nested())
+    name = f"inner.{'0.' * 1200}weight"
+
+    set_full_param(model, name, torch.full((3, 3), 2.0))
+
+    assert torch.equal(get_full_param(model, name), torch.full((3, 3), 2.0))
+
+
+def by_hand(model: nn.Module, x: Tensor) -> None:
+    model(x)
+    unshard(model)
+
+
+def kept_by_no_sync(model: nn.Module, x: Tensor) -> None:
+    with no_sync(model):
+        backward(loss_of(model, x))
+
+
+def kept_on_request(model: nn.Module, x: Tensor) -> None:
+    set_reshard_after_backward(model, False)
+    backward(loss_of(model, x))
+
+
+def set_each(model: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, value in values.items():
+        set_full_param(model, name, value)
+
+
+@pytest.mark.parametrize("assign", [nn.Module.load_state_dict, set_each])
+@pytest.mark.parametrize("fill", [by_hand, kept_by_no_sync, kept_on_request, loss_of])
+@on_ranks(2)
+def test_what_is_written_while_units_are_full_is_used(
+    world: World,
+    fill: Callable[[nn.Module, Tensor], object],
+    assign: Callable[[nn.Module, dict[str, Tensor]], object],
+) -> None:
+    """Full parameters of before are given up, however they came to be left."""
+    model = gpt("composable", strategy=ShardingStrategy.SHARD_GRAD_OP)
+    other = TinyGPT(seed=1)
+    x = gpt_input(0, world.rank)
+    fill(model, x)
+
+    assign(model, other.state_dict())
+
+    assert torch.equal(model(x), other(x))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
+    fully_shard,
     optim_state_dict,
     unshard_params,
 )
@@ -141,3 +142,78 @@ def test_an_error_in_apply_reaches_every_rank(world: World) -> None:
     assert differences(model.state_dict(), before) == {}
     told = "Rank 1 raised inside apply, so nothing was written here either"
     assert ("ValueError: not here" if world.rank == 1 else told) in text
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters as they are now, by name."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def write(model: nn.Module, *, add: float) -> None:
+    for index, parameter in enumerate(model.parameters()):
+        parameter.add_(add + index)
+
+
+@pytest.mark.req("S1-10")
+@on_ranks(3)
+def test_a_plain_module_unshards_every_tree_below_it(world: World) -> None:
+    """Two trees under a module that is no unit are full together."""
+
+    def parts() -> tuple[nn.Module, nn.Module, nn.Module]:
+        return tiny_mlp(), tiny_mlp(seed=1), tiny_mlp(seed=2)
+
+    first, middle, last = parts()
+    holder = nn.Sequential(
+        apply_units(first, [], path="wrapper"),
+        middle,
+        apply_units(last, [], path="wrapper"),
+    )
+    plain = nn.Sequential(*parts())
+
+    with unshard_params(holder, writeback=True):
+        inside = list(values(holder).values())
+        write(holder, add=0.5)
+    same = [torch.equal(a, b) for a, b in zip(inside, plain.parameters(), strict=True)]
+    write(plain, add=0.5)
+
+    assert all(same)
+    assert is_full(holder) == [False, False]
+    assert differences(holder.state_dict(), plain.state_dict()) == {}
+
+
+@on_ranks(2)
+def test_a_kept_parameter_keeps_the_gradient_of_the_block(world: World) -> None:
+    """Of a backward through a part of the unit; the model's own gradients stay."""
+    model = fully_shard(tiny_mlp())
+    with unshard_params(model):
+        kept = model[0].get_parameter("weight")
+        model[0](torch.ones(2, 8)).sum().backward()
+
+    assert kept.grad is not None
+    assert torch.equal(kept.grad, torch.full((12, 8), 2.0))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+everywhere = pytest.mark.parametrize("rank0_only", [False, True], ids=["all", "first"])
+
+
+def gradients(model: nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.grad is not None]
+
+
+@pytest.mark.req("D-12")
+@everywhere
+@on_ranks(2)
+def test_a_block_may_write_back_where_no_parameter_has_a_gradient(
+    world: World, rank0_only: bool
+) -> None:
+    """In one unit or in all: none appears but what the block sets."""
+    model: Any = apply_units(tiny_mlp(), ["0", "2"])
+    for sets in (False, True):
+        with unshard_params(model, rank0_only=rank0_only, with_grads=True):
+            assert gradients(model) == []
+            if sets and (world.rank == 0 or not rank0_only):
+                model[2].bias.grad = torch.ones_like(model[2].bias)
+    with unshard_params(model, writeback=False, with_grads=True):
+        assert gradients(model) == ["2.bias"]

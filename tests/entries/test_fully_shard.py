@@ -23,6 +23,7 @@ from tests.support.reference import (
     assert_same_training,
     gpt_input,
     gpt_units,
+    sgd,
     train,
     train_reference,
 )
@@ -92,3 +93,37 @@ def test_an_optimizer_made_before_sharding_trains(world: World) -> None:
     assert alias is model.head.weight
     assert seen == ["mine"] * 3
     assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
+
+
+@pytest.mark.req("B-02")
+@on_ranks(2)
+def test_modules_of_a_list_may_use_the_same_names(world: World) -> None:
+    """The last norm and the head are one unit although both have a ``weight``."""
+    model = TinyGPT()
+    plain = copy.deepcopy(model)
+    fully_shard([model.norm, model.head])
+    apply_units(model, gpt_units(model))
+
+    expected = train_reference(plain, world.world_size, gpt_input, sgd)
+    losses = train(model, world.rank, gpt_input, sgd)
+
+    assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
+
+
+@pytest.mark.req("B-06")
+@on_ranks(1, 2)
+def test_a_child_may_run_before_its_parent(world: World) -> None:
+    """The root is the outermost unit all the same."""
+    model = TinyGPT()
+    plain = copy.deepcopy(model)
+    apply_units(model, gpt_units(model))
+    x = torch.ones(1, 3, 8) * (world.rank + 1)
+
+    assert torch.equal(model.blocks[1](x), plain.blocks[1](x))
+    root, first, second = _get_fsdp_states(model)
+    assert (root._is_root, first._is_root, second._is_root) == (True, False, False)
+    expected = train_reference(plain, world.world_size, gpt_input, sgd)
+    losses = train(model, world.rank, gpt_input, sgd)
+
+    assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
+    assert torch.equal(model.blocks[0](x), plain.blocks[0](x))

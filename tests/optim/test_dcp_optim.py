@@ -31,9 +31,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import composable_fsdp as cf
 from composable_fsdp import (
     FullOptimStateDictConfig,
+    FullyShardedDataParallel,
     ShardingStrategy,
     StateDictType,
     fully_shard,
+    load,
     optim_state_dict,
     optim_state_dict_to_load,
     save,
@@ -437,3 +439,62 @@ def test_dcps_step_that_makes_state_counts_as_no_step(
     get_optimizer_state_dict(model, fresh)
     text = message_of(lambda: backward(loss))
     assert text == "nothing was raised" if fused else "as it was" in text
+
+
+FSDP = FullyShardedDataParallel
+
+
+class Single(nn.Module):
+    """One element, so that all ranks but one hold nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0]))
+        self.unused = nn.Parameter(torch.tensor([1.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@on_ranks(4)
+def test_a_rank_that_holds_nothing_at_all_takes_part(
+    world: World, tmp_path: Path
+) -> None:
+    """And a parameter that no rank has state of has none."""
+    model = FSDP(Single())
+    optim = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(1)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+    # Torch steps once where an optimizer has no state; nobody else takes part.
+    there: Any = get_optimizer_state_dict(model, optim)
+    state = optim_state_dict(model, optim)
+    for each in (state, there):
+        assert list(each["state"]) == ["weight"]
+        assert each["state"]["weight"]["step"] == 3
+    average = state["state"]["weight"]["exp_avg"]
+    torch.testing.assert_close(average, torch.tensor([1 - 0.9**3]))
+    save(tmp_path / "saved", model, optim)
+    model(torch.ones(1)).sum().backward()
+    optim.step()
+    load(tmp_path / "saved", model, optim)
+    assert optim_state_dict(model, optim)["state"]["weight"]["step"] == 3
+
+
+@on_ranks(2)
+def test_a_fused_step_between_two_backwards_is_seen_alike(world: World) -> None:
+    """Fused kernels move no versions, and so none move where there is no element."""
+    model = fully_shard(nn.Linear(4, 1, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    x = torch.ones(2, 4, requires_grad=True)
+    backward(model(x).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    first, second = (model(x).square().sum() for _ in range(2))
+    backward(first)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    text = message_of(lambda: backward(second))
+    assert text == "nothing was raised", text

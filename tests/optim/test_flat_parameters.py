@@ -29,6 +29,7 @@ from composable_fsdp import (
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.features import flat_parameters
 from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.optim.models import INPUT, mixed
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
@@ -393,3 +394,24 @@ def test_what_is_frozen_has_the_step_refused_unless_it_is_a_whole_unit(
             "CompositionError: AdamW holds the flat parameter of"
         )
         assert "some were frozen or unfrozen since" in texts[0]
+
+
+@on_ranks(3)
+def test_padding_stays_zero_and_counts_nowhere(world: World) -> None:
+    """Not in the norm of the gradients, and no step makes a value of it."""
+    model = mixed("composable")
+    flats = flat_parameters(model)
+    optimizer = torch.optim.AdamW(flats, lr=0.1, weight_decay=0.5)
+    for at in range(2):
+        backward(loss_of(model, INPUT(at, world.rank)))
+        norm = clip_grad_norm_(model, 100.0)
+        named = model.named_parameters()
+        by_hand = [grad_of(model, name).norm() for name, p in named if p.requires_grad]
+        assert torch.allclose(norm, torch.stack(by_hand).norm())
+        optimizer.step()
+        optimizer.zero_grad()
+    for region in regions(model):
+        padding = torch.ones_like(region.shard, dtype=torch.bool)
+        for start, stop, at in region.layout.shard_cuts(region.rank, rows=True).parts:
+            padding[at : at + stop - start] = False
+        assert not region.shard[padding].any()

@@ -28,7 +28,9 @@ from composable_fsdp import (
 )
 from composable_fsdp.access import set_reshard_after_backward
 from composable_fsdp.features import flat_parameters
+from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.optim.models import INPUT, Mixed, by_name, mixed, train_plain, train_sharded
+from tests.optim.test_every_optimizer import made
 from tests.support.models import tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
@@ -465,3 +467,51 @@ def test_parameters_that_somebody_cares_for_are_left_in_peace(
 ) -> None:
     """Those named in ``ignored_states``, and those whose gradients are equal."""
     assert ranks(2).run(step_without_root, how) == [[], []]
+
+
+KERNELS = [
+    ("SGD momentum", "one"),
+    ("Adagrad", "one"),
+    ("AdamW", "foreach"),
+    ("ASGD", "foreach"),
+    ("Adam amsgrad", "fused"),
+    ("SGD", "fused"),
+]
+
+
+@pytest.mark.req("P-02")
+@on_ranks(2)
+def test_no_step_on_weights_that_are_kept_full_passes_unnoticed(world: World) -> None:
+    """Refused; and after the way out, reshard, training is the plain model's."""
+    for name, way in KERNELS:
+        model, plain = mixed("wrapper"), Mixed()
+        ours, reference = made(model, name, way), made(plain, name, way)
+        set_reshard_after_backward(model, False)
+        for at in range(2):
+            backward(loss_of(model, INPUT(at, world.rank)))
+            ours.step()
+            ours.zero_grad()
+            text = message_of(partial(model, INPUT(at, world.rank)))
+            assert text.startswith(STALE), (name, way, text)
+            for state in _get_fsdp_states(model):
+                reshard(state.module)
+        train_plain(plain, reference, world.world_size, range(2))
+
+        assert differences(model.state_dict(), plain.state_dict()) == {}, (name, way)
+
+
+@pytest.mark.req("X-32")
+@on_ranks(2)
+def test_a_step_of_other_ranks_counts_where_this_one_holds_nothing(
+    world: World,
+) -> None:
+    """A backward through the weights of before raises on both, so that none waits."""
+    model = fully_shard(nn.Linear(4, 1, bias=False))
+    optimizer = sgd(model)
+    x = torch.ones(2, 4, requires_grad=True)
+    backward(model(x).sum())
+    loss = model(x).square().sum()
+    optimizer.step()
+
+    assert model.weight.numel() == 4 * (world.rank == 0)
+    assert "Backward needs a tensor as it was" in message_of(lambda: backward(loss))

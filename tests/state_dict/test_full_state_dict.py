@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from functools import partial
 from typing import Any
@@ -319,3 +320,39 @@ def test_a_value_without_dimensions_is_taken_from_one_with_a_dimension(
     for given in (torch.full((1,), 2.0), nn.Parameter(torch.full((1,), 3.0))):
         model.load_state_dict(model.state_dict() | {"scale": given})
         assert torch.equal(model.state_dict()["scale"], given[0])
+
+
+@pytest.mark.req("S1-31")
+@on_ranks(3)
+def test_a_sharded_part_of_a_plain_model_saves_and_loads_in_its_place(
+    world: World,
+) -> None:
+    """The fully sharded module need not be the outermost one."""
+    plain = nn.Sequential(nn.Linear(8, 8), Normed(seed=1), tiny_mlp())
+    model = copy.deepcopy(plain)
+    model[1] = apply_units(model[1], ["norm"], path="wrapper")
+
+    assert differences(model.state_dict(), plain.state_dict()) == {}
+    assert metadata(model.state_dict()) == metadata(plain.state_dict())
+    prefixed = model[1].state_dict(prefix="deep.1.")
+    assert differences(prefixed, plain[1].state_dict(prefix="deep.1.")) == {}
+    other = {key: value + 1 for key, value in plain.state_dict().items()}
+    report = model.load_state_dict(other)
+    assert report.missing_keys == report.unexpected_keys == []
+    assert differences(model.state_dict(), other) == {}
+
+
+@pytest.mark.req("S1-31")
+@on_ranks(3)
+def test_members_of_a_unit_made_from_a_list_save_their_own_names(world: World) -> None:
+    """Two modules that share buffers keep the names that they have in the model."""
+    model, plain = TinyGPT(), TinyGPT()
+    fully_shard([model.blocks[0], model.norm])
+    fully_shard(model)
+
+    assert differences(model.state_dict(), plain.state_dict()) == {}
+    assert differences(model.norm.state_dict(), plain.norm.state_dict()) == {}
+    model.norm.load_state_dict({"weight": torch.ones(8), "bias": torch.ones(8)})
+    model.load_state_dict(model.state_dict())
+    plain.norm.load_state_dict({"weight": torch.ones(8), "bias": torch.ones(8)})
+    assert differences(model.state_dict(), plain.state_dict()) == {}

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
+    Block,
     fully_shard,
     load,
     save,
     verify,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.features import flat_parameters
+from composable_fsdp.features import Int8Wire, flat_parameters
 from composable_fsdp.storage.manifest import CODES
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.tree.traversal import _get_fsdp_handles
@@ -253,3 +254,60 @@ def told(optimizer: torch.optim.Optimizer) -> list[str]:
         for parameter, state in optimizer.state.items()
         if parameter.numel()
     ]
+
+
+def load_in_each_form(
+    world: World, folder: Path, forms: list[State]
+) -> list[tuple[State, float, bool]]:
+    return [load_and_go_on(world, folder, "composable", each) for each in forms]
+
+
+@pytest.mark.req("M-05")
+def test_parameters_of_a_single_rank_resume_in_shards_of_any_block(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """And back: whole parameters, blocks of rows, elements, a wire format."""
+    whole: State = {"block": Block.TENSOR}
+    (saved, loss), *_ = ranks(3).run(save_trained, tmp_path, "composable", whole)
+    forms: list[State] = [
+        {"block": Block.rows(3)},
+        {"block": Block.ELEMENT},
+        {"wire": Int8Wire()},
+    ]
+    for found in ranks(2).run(load_in_each_form, tmp_path, forms):
+        for (loaded, next_loss, rest), options in zip(found, forms, strict=True):
+            assert same(loaded, saved)
+            near = 0.05 if "wire" in options else 1e-6
+            assert next_loss == pytest.approx(loss, rel=near)
+            assert rest
+    ranks(2).run(save_trained, tmp_path / "rows", "composable", forms[0])
+    for loaded, _, _ in ranks(3).run(
+        load_and_go_on, tmp_path / "rows", "composable", whole
+    ):
+        assert loaded.keys() == saved.keys()
+
+
+def check_few_elements(world: World, folder: Path) -> bool:
+    def tiny(seed: float) -> nn.Module:
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 2))
+        nn.init.constant_(model.get_parameter("0.weight"), seed)
+        fully_shard(model[0])
+        return fully_shard(model)
+
+    model = tiny(3.0)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    save(folder / "tiny", model, optimizer)
+    again = tiny(5.0)
+    adam = torch.optim.Adam(again.parameters())
+    load(folder / "tiny", again, adam)
+    return same(everything(model, optimizer), everything(again, adam))
+
+
+@pytest.mark.req("X-24")
+def test_more_ranks_than_elements_save_and_load(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Ranks without an element of a parameter take part all the same."""
+    assert ranks(4).run(check_few_elements, tmp_path) == [True] * 4
