@@ -18,7 +18,7 @@ from composable_fsdp import (
 from property_tests.live import batches, examples
 from tests.support.models import build, legal_units
 from tests.support.place import _same
-from tests.support.recipes import ModelRecipe, ModuleRecipe
+from tests.support.recipes import ODD, ModelRecipe
 from tests.support.reference import (
     STRATEGIES,
     adamw,
@@ -32,19 +32,6 @@ from tests.support.world import RankPool, World
 RankCount = Callable[[int], RankPool]
 
 RECIPES = model_recipes(2, 2, FEATURES - {"replicate"})
-# The everyday run draws one model for each case, the smallest.
-ODD = ModelRecipe(
-    ModuleRecipe(
-        children=(
-            ModuleRecipe("mlp", "up", frozen=1),
-            ModuleRecipe("scalar", "scale"),
-            ModuleRecipe("zero", "none"),
-            ModuleRecipe("tiny", "one"),
-        )
-    ),
-    width=5,
-    sharded=("up",),
-)
 
 
 def sharded(
