@@ -318,7 +318,7 @@ def test_optimizers_that_are_not_element_wise_are_refused_on_flat_parameters(
 ) -> None:
     """Also where nothing is cut: the flat parameter joins several."""
     model = fully_shard(tiny_mlp())
-    optimizer = torch.optim.Adafactor(flat_parameters(model))
+    optimizer: Any = torch.optim.Adafactor(flat_parameters(model))
     backward(loss_of(model, x_of(0, 0)))
 
     with pytest.raises(CompositionError, match="joins what this rank holds of several"):

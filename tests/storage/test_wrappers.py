@@ -143,8 +143,8 @@ def test_a_wrapper_that_cannot_be_stored_is_refused_on_all_ranks(
     if world.rank:
         model.base.codes.add_(1)  # type: ignore[attr-defined]  # of Rows
     texts.append(message_of(lambda: save(tmp_path / "a", model)))
-    anew = Quantised(1, kind=Forgetful)
-    texts.append(message_of(lambda: save(tmp_path / "b", anew)))
+    forgetful = Quantised(1, kind=Forgetful)
+    texts.append(message_of(lambda: save(tmp_path / "b", forgetful)))
     same = Quantised(1)
     optim = torch.optim.SGD(same.parameters(), lr=0.1)
     optim.state[same.base]["mean"] = torch.zeros(6)
