@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -181,7 +182,7 @@ def test_where_warnings_are_errors_the_error_says_that_the_save_has_succeeded(
         assert sorted(os.listdir(tmp_path)) == ["step-3"]
 
 
-@pytest.mark.req("X-05", "D-18")
+@pytest.mark.req("X-05")
 def test_a_save_that_commits_in_between_is_not_written_over(tmp_path: Path) -> None:
     """Both began when there was no manifest; the later commit is refused."""
     waiting = [partial(save, tmp_path / "step-1", model(2.0))]
@@ -308,6 +309,29 @@ def test_a_killed_save_leaves_the_old_checkpoint_whole(
     newest = newest_in(str(tmp_path))
     assert newest is not None
     assert newest.path.endswith("step-3")
+
+
+def save_again(world: World, folder: Path) -> list[str]:
+    model, texts = make("wrapper", seed=3), []
+    for point in ("", *POINTS):
+        with killed_at(point, world.rank):
+            texts.append(message_of(lambda: save(folder / "step-1", model)))
+    return texts
+
+
+@pytest.mark.req("X-05", "D-18")
+def test_an_existing_name_is_never_written_over(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Refused before a byte is written, so no crash can mix old and new files."""
+    ranks(2).run(save_first, tmp_path)
+    old = bytes_below(tmp_path / "step-1")
+
+    for text in chain(*ranks(2).run(save_again, tmp_path)):
+        assert "step-1 exists already, and nothing is overwritten" in text
+
+    assert bytes_below(tmp_path / "step-1") == old
+    assert sorted(os.listdir(tmp_path)) == ["step-1"]
 
 
 class Log:
