@@ -25,7 +25,7 @@ from composable_fsdp.optim import get_full_optim_state
 from property_tests.live import batches, examples
 from tests.support.models import build, legal_units
 from tests.support.place import _same
-from tests.support.recipes import ModelRecipe, ModuleRecipe
+from tests.support.recipes import ODD, ModelRecipe, ModuleRecipe
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -120,6 +120,27 @@ def check_one(
     recipes=[ModelRecipe(ModuleRecipe("scalar", children=(ModuleRecipe("zero"),)))],
     options={"path": "composable"},
     clip=True,
+)
+@example(
+    recipes=[ODD],
+    options={
+        "path": "wrapper",
+        "strategy": STRATEGIES[2],
+        "mixed_precision": PRECISIONS[1],
+    },
+    clip=False,
+)
+@example(
+    recipes=[ODD],
+    options={
+        "path": "composable",
+        "mixed_precision": PRECISIONS[2],
+        "cpu_offload": CPUOffload(offload_params=True),
+    },
+    clip=True,
+)
+@example(
+    recipes=[ODD], options={"path": "wrapper", "strategy": STRATEGIES[1]}, clip=True
 )
 @examples(5)
 def test_flat_parameters_train_as_the_originals_whatever_the_model(

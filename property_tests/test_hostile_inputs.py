@@ -39,7 +39,7 @@ from property_tests.hostile_inputs import (
     write,
 )
 from property_tests.live import LONG
-from tests.storage.samples import same
+from tests.support.place import _same
 
 CASES = 20_000
 """Cases of the law in the long profile."""
@@ -147,7 +147,7 @@ def test_changed_files_are_refused_or_read_as_they_stand(
 
     if what == "bytes" and kind in ("native", "torch") and outcomes[3] == 0:
         refusal = isinstance(outcomes[0], CheckpointError)
-        assert refusal or same(outcomes[0], bench.values[kind])
+        assert refusal or _same(outcomes[0], bench.values[kind])
 
 
 @pytest.mark.parametrize("number", range(3))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from torch import nn
 
 from composable_fsdp import (
@@ -18,7 +18,7 @@ from composable_fsdp import (
 from property_tests.live import batches, examples
 from tests.support.models import build, legal_units
 from tests.support.place import _same
-from tests.support.recipes import ModelRecipe
+from tests.support.recipes import ODD, ModelRecipe
 from tests.support.reference import (
     STRATEGIES,
     adamw,
@@ -99,6 +99,7 @@ def load_all(
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 3), (2, 2)])
 @examples(4)
 @given(recipes=batches(RECIPES))
+@example(recipes=[ODD])
 def test_other_units_another_path_and_number_of_ranks_load_the_same_bits(
     ranks: RankCount,
     strategy: ShardingStrategy,

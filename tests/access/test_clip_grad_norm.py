@@ -88,10 +88,7 @@ def test_norm_and_gradients_are_those_of_the_plain_model(
     choose: Choose | None,
     norm_type: float,
 ) -> None:
-    """Equal on all ranks, for one all-reduce of one number if anything is cut.
-
-    Of the module, or of a list, a generator or one tensor: only those are scaled.
-    """
+    """Equal on all ranks, for one all-reduce of one number if anything is cut."""
     model = gpt(path, strategy=strategy)
     with record() as calls:
         norm, expected, grads = clip_both(world, model, choose, norm_type)
@@ -134,36 +131,6 @@ def test_what_is_not_finite_on_one_rank_is_told_to_all(
         assert str(norm.item()) == str(bad)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, INF])
-@on_ranks(3)
-def test_plain_parameters_beside_sharded_ones_count_once(
-    world: World, norm_type: float
-) -> None:
-    """What is equal on all ranks is not summed over them."""
-
-    def parts() -> tuple[nn.Module, nn.Module]:
-        return tiny_mlp(), tiny_mlp(seed=1)
-
-    plain = nn.Sequential(*parts())
-    front, back = parts()
-    model = nn.Sequential(fully_shard(front), back)
-    inputs = [wide_input(8)(0, rank) for rank in range(world.world_size)]
-    averaged_gradients(plain, inputs)
-    loss_of(model, inputs[world.rank]).backward()  # type: ignore[no-untyped-call]
-    reference = plain[1].parameters()
-    for parameter, averaged in zip(back.parameters(), reference, strict=True):
-        parameter.grad = averaged.grad.clone() if averaged.grad is not None else None
-
-    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
-    norm = clip_grad_norm_(model, 0.1, norm_type)
-
-    assert torch.allclose(norm, expected, rtol=1e-5)
-    for ours, theirs in zip(back.parameters(), plain[1].parameters(), strict=True):
-        assert ours.grad is not None
-        assert theirs.grad is not None
-        assert torch.allclose(ours.grad, theirs.grad)
-
-
 NONE_FOUND = "found no gradient on this rank"
 
 
@@ -187,36 +154,6 @@ def test_without_gradients_the_norm_is_zero_and_a_warning_says_so(
     small = apply_units(nn.Linear(1, 1, bias=False), [], path=path)
     small(torch.ones(1, 1)).sum().backward()
     clip_grad_norm_(small, 1.0)
-
-
-@on_ranks(2)
-def test_gradients_of_frozen_parameters_count(world: World) -> None:
-    """As in torch: an optimizer steps on them, too."""
-    model, plain = fully_shard(tiny_mlp()), tiny_mlp()
-    for each in (model, plain):
-        frozen = each[0].get_parameter("weight").requires_grad_(False)
-        each(torch.ones(2, 8)).sum().backward()
-        frozen.grad = torch.ones_like(frozen)
-    want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-
-    torch.testing.assert_close(clip_grad_norm_(model, 0.5), want)
-    grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-    assert_close(model, grads)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@on_ranks(2)
-def test_a_rank_may_hold_no_element_of_what_is_clipped(
-    world: World, dtype: torch.dtype
-) -> None:
-    """Ranks send a number of one dtype, whatever they hold."""
-    model = fully_shard(nn.Linear(4, 1, dtype=dtype))
-    model(torch.ones(2, 4, dtype=dtype)).sum().backward()
-
-    norm = clip_grad_norm_([model.bias], 1.0)
-
-    assert norm.item() == 2.0
-    assert sorted(world.gather(model.bias.numel())) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -305,3 +242,63 @@ def test_a_nan_of_one_replica_raises_where_it_is_known(world: World) -> None:
         told = where == "batch" or (where == "gradient" and world.rank < 2)
         assert text.startswith("RuntimeError: " if told else "nothing"), (where, text)
         assert not told or "' is nan in " in text
+
+
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+@on_ranks(3)
+def test_plain_parameters_beside_sharded_ones_count_once(
+    world: World, norm_type: float
+) -> None:
+    """What is equal on all ranks is not summed over them."""
+
+    def parts() -> tuple[nn.Module, nn.Module]:
+        return tiny_mlp(), tiny_mlp(seed=1)
+
+    plain = nn.Sequential(*parts())
+    front, back = parts()
+    model = nn.Sequential(fully_shard(front), back)
+    inputs = [wide_input(8)(0, rank) for rank in range(world.world_size)]
+    averaged_gradients(plain, inputs)
+    loss_of(model, inputs[world.rank]).backward()  # type: ignore[no-untyped-call]
+    reference = plain[1].parameters()
+    for parameter, averaged in zip(back.parameters(), reference, strict=True):
+        parameter.grad = averaged.grad.clone() if averaged.grad is not None else None
+
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+    norm = clip_grad_norm_(model, 0.1, norm_type)
+
+    assert torch.allclose(norm, expected, rtol=1e-5)
+    for ours, theirs in zip(back.parameters(), plain[1].parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.allclose(ours.grad, theirs.grad)
+
+
+@on_ranks(2)
+def test_gradients_of_frozen_parameters_count(world: World) -> None:
+    """As in torch: an optimizer steps on them, too."""
+    model, plain = fully_shard(tiny_mlp()), tiny_mlp()
+    for each in (model, plain):
+        frozen = each[0].get_parameter("weight").requires_grad_(False)
+        each(torch.ones(2, 8)).sum().backward()
+        frozen.grad = torch.ones_like(frozen)
+    want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+
+    torch.testing.assert_close(clip_grad_norm_(model, 0.5), want)
+    grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    assert_close(model, grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_a_rank_may_hold_no_element_of_what_is_clipped(
+    world: World, dtype: torch.dtype
+) -> None:
+    """Ranks send a number of one dtype, whatever they hold."""
+    model = fully_shard(nn.Linear(4, 1, dtype=dtype))
+    model(torch.ones(2, 4, dtype=dtype)).sum().backward()
+
+    norm = clip_grad_norm_([model.bias], 1.0)
+
+    assert norm.item() == 2.0
+    assert sorted(world.gather(model.bias.numel())) == [0, 1]

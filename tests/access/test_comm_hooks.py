@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy as TorchStrategy,
 )
 
-from composable_fsdp import FullyShardedDataParallel, ShardingStrategy, features
+from composable_fsdp import ShardingStrategy, features
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.features import DefaultState, register_comm_hook
 from composable_fsdp.tree.traversal import _get_fsdp_states
@@ -49,37 +49,6 @@ def group() -> Any:
     return torch.distributed.group.WORLD
 
 
-def register(model: nn.Module, state: object, hook: Any) -> None:
-    """The method of the wrapper, the function for a plain module."""
-    if isinstance(model, FullyShardedDataParallel):
-        model.register_comm_hook(state, hook)
-    else:
-        register_comm_hook(model, state, hook)
-
-
-@by_strategy
-@on_ranks(2)
-def test_the_default_hook_gives_what_no_hook_gives(
-    world: World, strategy: ShardingStrategy
-) -> None:
-    """The same bits and elements sent, also where gradients accumulate."""
-    plain = gpt("wrapper", strategy=strategy)
-    model = gpt("wrapper", strategy=strategy)
-    hook: Any = features.reduce_scatter_hook
-    if strategy is ShardingStrategy.NO_SHARD:
-        hook = features.allreduce_hook
-
-    register(model, DefaultState(group()), hook)
-    for batch in range(2):
-        with record() as expected:
-            backward(plain, batch, world.rank)
-        with record() as calls:
-            backward(model, batch, world.rank)
-
-    torch.testing.assert_close(gradients(model), gradients(plain), rtol=0, atol=0)
-    assert sum(len(c.numel) for c in calls) == sum(len(c.numel) for c in expected)
-
-
 @by_strategy
 @on_ranks(2)
 def test_a_hook_is_called_once_per_region_and_its_result_is_the_gradient(
@@ -87,7 +56,7 @@ def test_a_hook_is_called_once_per_region_and_its_result_is_the_gradient(
 ) -> None:
     """It gets the state, the whole gradient, and the shard to fill where there is one;
     what it leaves is not divided again."""
-    model = gpt("composable", strategy=strategy)
+    model: Any = gpt("wrapper", strategy=strategy)
     seen: list[tuple[int, ...]] = []
 
     def hook(state: list[int], gradient: Tensor, output: Tensor | None = None) -> None:
@@ -96,7 +65,7 @@ def test_a_hook_is_called_once_per_region_and_its_result_is_the_gradient(
         (gradient if output is None else output).fill_(world.rank + 7.0)
 
     mine: list[int] = []
-    register_comm_hook(model, mine, hook)
+    model.register_comm_hook(mine, hook)
     backward(model, 0, world.rank)
 
     regions = [r for s in _get_fsdp_states(model) for r in s.handle.layout.trainable]

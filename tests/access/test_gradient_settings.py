@@ -17,9 +17,7 @@ from torch.distributed.fsdp import fully_shard as torch_fsdp2
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import (
-    MixedPrecision,
     ShardingStrategy,
-    clip_grad_norm_,
     fully_shard,
     no_sync,
 )
@@ -136,67 +134,12 @@ def test_hybrid_units_all_reduce_at_the_last_micro_batch_only(world: World) -> N
     assert_gradients(model, summed_then_averaged(world, [0, 1, 2, 3]), 1e-6)
 
 
-@pytest.mark.req("B-14")
-@on_ranks(4)
-def test_what_waits_is_in_the_reduce_dtype(world: World) -> None:
-    """Sums of replicas as shards, and whole gradients; compute is in bfloat16."""
-    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    summed, unsent = (hybrid(world, mixed_precision=low) for _ in range(2))
-
-    set_requires_all_reduce(summed, False)
-    set_requires_gradient_sync(unsent, False)
-    for batch in range(2):
-        backward(summed, batch, world.rank)
-        backward(unsent, batch, world.rank)
-
-    for one, other in zip(*map(_get_fsdp_states, (summed, unsent)), strict=True):
-        for region, whole in zip(
-            one.handle.layout.trainable, other.handle.layout.trainable, strict=True
-        ):
-            partial, buffer = region.reduce.partial, whole.reduce.buffer
-            assert partial is not None
-            assert partial.dtype == torch.float32
-            assert partial.shape == (region.layout.shard_numel,)
-            assert buffer is not None
-            assert buffer.dtype == torch.float32
-            assert buffer.untyped_storage().nbytes() > 0
-    set_requires_gradient_sync(unsent, True)
-    backward(unsent, 2, world.rank)
-    clip_grad_norm_(unsent, 1.0)
-
-
 def whole(gradient: torch.Tensor | None) -> torch.Tensor:
     """The full gradient of a DTensor; of a plain model divided by the factor."""
     assert gradient is not None
     if isinstance(gradient, DTensor):
         return gradient.full_tensor()
     return gradient / 8.0
-
-
-@pytest.mark.req("B-15")
-@on_ranks(1, 2)
-@pytest.mark.parametrize(
-    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
-)
-def test_a_divide_factor_replaces_the_number_of_ranks_as_in_fsdp2(
-    world: World, strategy: ShardingStrategy
-) -> None:
-    """Gradients are the sum over ranks divided by the factor."""
-    model, theirs = gpt("composable", strategy=strategy), TinyGPT()
-    if world.world_size > 1:  # of one rank, torch 2.13 divides twice
-        reference: Any = torch_fsdp2(theirs)
-        reference.set_gradient_divide_factor(8.0)
-        # Its own scaling sum is one of NCCL's.
-        reference.set_force_sum_reduction_for_comms(True)
-
-    for state in _get_fsdp_states(model):
-        set_gradient_divide_factor(state.module, 8.0)
-    backward(model, 0, world.rank)
-    backward(theirs, 0, world.rank)
-
-    full = {n: whole(p.grad) for n, p in theirs.named_parameters()}
-    for name, (leaf, part) in own_parts(model, full).items():
-        torch.testing.assert_close(own_gradient(leaf), part, msg=name)
 
 
 @on_ranks(2)
@@ -282,31 +225,6 @@ def assert_gradients(
             assert torch.allclose(gradient, part, atol=tolerance), name
         else:
             assert torch.equal(gradient, part), name
-
-
-@pytest.mark.req("B-14")
-@pytest.mark.parametrize(
-    ("strategy", "expected"),
-    [
-        (ShardingStrategy.SHARD_GRAD_OP, [3, 0, 0, 3]),
-        (ShardingStrategy.FULL_SHARD, [5, 5, 5, 5]),
-    ],
-)
-@on_ranks(2)
-def test_what_stays_full_for_backward_stays_for_the_next_forward(
-    world: World, strategy: ShardingStrategy, expected: list[int]
-) -> None:
-    """With SHARD_GRAD_OP three gathers serve three batches; FULL_SHARD gathers anew."""
-    model = gpt("wrapper", strategy=strategy)
-    gathers = []
-    for batch in range(4):
-        waits = no_sync(model) if batch < 2 else nullcontext()
-        with waits, record() as calls:
-            backward(model, batch, world.rank)
-        gathers.append(sum(call.op == "all_gather" for call in calls))
-
-    assert gathers == expected
-    assert_gradients(model, summed_then_averaged(world, [0, 1, 2, 3]), 1e-6)
 
 
 OF_GROUPS = [ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD]
@@ -408,3 +326,54 @@ def test_one_unit_alone_and_refusals() -> None:
         copied = in_blocks(world, ShardingStrategy.NO_SHARD)
         set_separate_reduce_scatter_group(copied)
         assert {each.rule.group for each in _get_fsdp_handles(copied)} == {None}
+
+
+@pytest.mark.req("B-15")
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
+)
+def test_a_divide_factor_replaces_the_number_of_ranks_as_in_fsdp2(
+    world: World, strategy: ShardingStrategy
+) -> None:
+    """Gradients are the sum over ranks divided by the factor."""
+    model, theirs = gpt("composable", strategy=strategy), TinyGPT()
+    if world.world_size > 1:  # of one rank, torch 2.13 divides twice
+        reference: Any = torch_fsdp2(theirs)
+        reference.set_gradient_divide_factor(8.0)
+        # Its own scaling sum is one of NCCL's.
+        reference.set_force_sum_reduction_for_comms(True)
+
+    for state in _get_fsdp_states(model):
+        set_gradient_divide_factor(state.module, 8.0)
+    backward(model, 0, world.rank)
+    backward(theirs, 0, world.rank)
+
+    full = {n: whole(p.grad) for n, p in theirs.named_parameters()}
+    for name, (leaf, part) in own_parts(model, full).items():
+        torch.testing.assert_close(own_gradient(leaf), part, msg=name)
+
+
+@pytest.mark.req("B-14")
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (ShardingStrategy.SHARD_GRAD_OP, [3, 0, 0, 3]),
+        (ShardingStrategy.FULL_SHARD, [5, 5, 5, 5]),
+    ],
+)
+@on_ranks(2)
+def test_what_stays_full_for_backward_stays_for_the_next_forward(
+    world: World, strategy: ShardingStrategy, expected: list[int]
+) -> None:
+    """With SHARD_GRAD_OP three gathers serve three batches; FULL_SHARD gathers anew."""
+    model = gpt("wrapper", strategy=strategy)
+    gathers = []
+    for batch in range(4):
+        waits = no_sync(model) if batch < 2 else nullcontext()
+        with waits, record() as calls:
+            backward(model, batch, world.rank)
+        gathers.append(sum(call.op == "all_gather" for call in calls))
+
+    assert gathers == expected
+    assert_gradients(model, summed_then_averaged(world, [0, 1, 2, 3]), 1e-6)

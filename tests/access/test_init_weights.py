@@ -17,7 +17,6 @@ from tests.support.sharded import is_full
 from tests.support.world import World
 
 Init = Callable[[nn.Module], object]
-doors = pytest.mark.parametrize("door", ["composable", "wrapper", "fsdp2"])
 
 
 class Part(nn.Module):
@@ -128,8 +127,11 @@ def unlike(model: nn.Module, plain: nn.Module) -> list[str]:
 
 
 @pytest.mark.req("B-08")
-@doors
-@pytest.mark.parametrize("fn", [None, own, far], ids=["methods", "own", "far"])
+@pytest.mark.parametrize(
+    ("door", "fn"),
+    [("composable", None), ("wrapper", own), ("fsdp2", far)],
+    ids=["methods", "own", "far"],
+)
 @on_ranks(3)
 def test_values_and_random_state_are_the_plain_models(
     world: World, door: str, fn: Init | None

@@ -59,27 +59,6 @@ def sizes(module: nn.Module) -> int:
 
 @pytest.mark.req("B-09")
 @on_ranks(2)
-def test_a_pending_unshard_may_be_waited_for_twice_or_too_late(world: World) -> None:
-    """The handle shows the parameters; after the unit's forward it does nothing."""
-    model = sharded_gpt("composable")
-    block = module_at(model, "blocks.0")
-    pending = unshard(block, async_op=True)
-    assert isinstance(pending, UnshardHandle)
-    pending.wait()
-    pending.wait()
-    assert not is_sharded(block)
-    reshard(block)
-    reshard(block)
-
-    late = unshard(block, async_op=True)
-    assert late is not None
-    assert torch.equal(model(gpt_input(0, 0)), TinyGPT()(gpt_input(0, 0)))
-    late.wait()
-    assert is_sharded(block)
-
-
-@pytest.mark.req("B-09")
-@on_ranks(2)
 def test_a_unit_without_parameters_sends_nothing(world: World) -> None:
     """The verbs are not recursive, and do nothing where there is nothing."""
     model = nn.Sequential(*(fully_shard(nn.Linear(4, 4)) for _ in range(2)))
@@ -326,27 +305,6 @@ def require_sharded(model: nn.Module) -> None:
     assert not any(handle.running.calls for handle in handles)
 
 
-@pytest.mark.req("B-13")
-@on_ranks(2)
-def test_a_loss_that_a_method_returns_trains(world: World) -> None:
-    """Its outputs are hooked as those of a forward; registering twice is once."""
-    model, plain = speaker("wrapper")
-    register_forward_method(model, "score")
-    register_forward_method(model, "score")
-    optimizers = sgd(model.parameters()), sgd(plain.parameters())
-    for step in range(2):
-        x = gpt_input(step, 0)
-        backward(model.score(x)["loss"])  # type: ignore[operator]
-        backward(model(x).square().mean())
-        backward(plain.score(x)["loss"])
-        backward(plain(x).square().mean())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    assert_same_training(model, plain, [], [], tolerance=1e-6)
-
-
 @on_ranks(2)
 def test_a_method_that_raises_leaves_the_model_sharded(world: World) -> None:
     """Any exception, also one that passes no hook of a module."""
@@ -358,23 +316,6 @@ def test_a_method_that_raises_leaves_the_model_sharded(world: World) -> None:
 
     require_sharded(model)
     assert torch.equal(model(x), plain(x))
-
-
-@pytest.mark.req("D-14")
-@on_ranks(2)
-def test_the_method_of_a_copy_is_that_of_the_copy(world: World) -> None:
-    """The method of a deep copy computes with the copy's parameters."""
-    model, plain = speaker("wrapper")
-    register_forward_method(model, "score")
-    made = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in [*made.parameters(), *plain.parameters()]:
-            p.mul_(1.5)
-    x = gpt_input(0, world.rank)
-
-    ours, theirs = made.score(x)["loss"], plain.score(x)["loss"]  # type: ignore[operator]
-    assert torch.equal(ours, theirs)
-    assert not torch.equal(model.score(x)["loss"], theirs)  # type: ignore[operator]
 
 
 @pytest.mark.req("B-13")
@@ -398,3 +339,62 @@ def test_what_is_no_method_is_refused(
         register_forward_method(module, name)
 
     assert [*vars(module)] == before
+
+
+@pytest.mark.req("B-09")
+@on_ranks(2)
+def test_a_pending_unshard_may_be_waited_for_twice_or_too_late(world: World) -> None:
+    """The handle shows the parameters; after the unit's forward it does nothing."""
+    model = sharded_gpt("composable")
+    block = module_at(model, "blocks.0")
+    pending = unshard(block, async_op=True)
+    assert isinstance(pending, UnshardHandle)
+    pending.wait()
+    pending.wait()
+    assert not is_sharded(block)
+    reshard(block)
+    reshard(block)
+
+    late = unshard(block, async_op=True)
+    assert late is not None
+    assert torch.equal(model(gpt_input(0, 0)), TinyGPT()(gpt_input(0, 0)))
+    late.wait()
+    assert is_sharded(block)
+
+
+@pytest.mark.req("B-13")
+@on_ranks(2)
+def test_a_loss_that_a_method_returns_trains(world: World) -> None:
+    """Its outputs are hooked as those of a forward; registering twice is once."""
+    model, plain = speaker("wrapper")
+    register_forward_method(model, "score")
+    register_forward_method(model, "score")
+    optimizers = sgd(model.parameters()), sgd(plain.parameters())
+    for step in range(2):
+        x = gpt_input(step, 0)
+        backward(model.score(x)["loss"])  # type: ignore[operator]
+        backward(model(x).square().mean())
+        backward(plain.score(x)["loss"])
+        backward(plain(x).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_same_training(model, plain, [], [], tolerance=1e-6)
+
+
+@pytest.mark.req("D-14")
+@on_ranks(2)
+def test_the_method_of_a_copy_is_that_of_the_copy(world: World) -> None:
+    """The method of a deep copy computes with the copy's parameters."""
+    model, plain = speaker("wrapper")
+    register_forward_method(model, "score")
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in [*made.parameters(), *plain.parameters()]:
+            p.mul_(1.5)
+    x = gpt_input(0, world.rank)
+
+    ours, theirs = made.score(x)["loss"], plain.score(x)["loss"]  # type: ignore[operator]
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(model.score(x)["loss"], theirs)  # type: ignore[operator]

@@ -26,12 +26,11 @@ from composable_fsdp import (
 )
 from composable_fsdp.access import set_reshard_after_backward
 from composable_fsdp.optim import get_full_optim_state, set_full_optim_state
-from tests.optim.models import Mixed, by_name, mixed, train_plain, train_sharded
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.recording import record_steps
-from tests.support.reference import averaged_gradients, backward, gpt_input, loss_of
+from tests.support.reference import backward, gpt_input, loss_of
 from tests.support.sharded import both_paths, gpt, message_of
 from tests.support.world import World
 
@@ -50,10 +49,7 @@ every_kind = pytest.mark.parametrize("options", KINDS)
 def test_a_parameters_full_value_is_read_and_written_by_its_name(
     world: World, path: str, options: dict[str, Any]
 ) -> None:
-    """Every one, a tied one under all its names, each part sent once by its holder.
-
-    Writing sends nothing.
-    """
+    """Every one, a tied one under all its names, each part sent once by its holder."""
     model, plain = gpt(path, tied_head=True, **options), TinyGPT(tied_head=True)
     expected = dict(plain.named_parameters(remove_duplicate=False))
 
@@ -78,100 +74,6 @@ def test_a_parameters_full_value_is_read_and_written_by_its_name(
     loss_of(model, gpt_input(0, 0))
 
 
-@every_kind
-@on_ranks(3)
-def test_a_parameters_full_gradient_is_read_and_written_by_its_name(
-    world: World, options: dict[str, Any]
-) -> None:
-    """The mean over ranks; the optimizer steps on what was written."""
-    model, plain = gpt("wrapper", **options), TinyGPT()
-    inputs = [gpt_input(0, rank) for rank in range(world.world_size)]
-    assert get_full_grad(model, "norm.weight") is None
-    averaged_gradients(plain, inputs)
-    backward(loss_of(model, inputs[world.rank]))
-    within = 0.05 if "mixed_precision" in options else 1e-5
-
-    for name, parameter in plain.named_parameters():
-        found = get_full_grad(model, name)
-        assert found is not None
-        assert parameter.grad is not None
-        assert torch.allclose(found, parameter.grad, rtol=0, atol=within), name
-        set_full_grad(model, name, torch.ones_like(parameter))
-    set_full_grad(model, "norm.weight", None)
-    set_full_grad(model, "norm.bias", None)
-    set_full_grad(model, "norm.bias", torch.full((8,), 2.0))
-    steps = {"head.weight": 1.0, "norm.weight": 0.0, "norm.bias": 2.0}
-    before = {name: get_full_param(model, name) for name in steps}
-    optim.SGD(model.parameters(), lr=1.0).step()
-
-    for name, step in steps.items():
-        assert torch.equal(get_full_param(model, name), before[name] - step)
-
-
-@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adagrad, optim.Rprop, optim.ASGD])
-@on_ranks(2)
-def test_a_parameters_optimizer_state_is_read_and_written_by_its_name(
-    world: World, kind: type[optim.Optimizer]
-) -> None:
-    """Tensors in full shapes and counters, also of a parameter without dimensions."""
-    make: Any = kind
-    model, plain = mixed("wrapper"), Mixed()
-    ours, reference = (make(m.parameters(), lr=0.05) for m in (model, plain))
-    empty = get_full_optim_state(model, ours, "first.weight")
-    assert (empty == {}) == (kind is not optim.Adagrad)
-    train_sharded(model, ours, world, range(2))
-    train_plain(plain, reference, world.world_size, range(2))
-
-    expected = by_name(plain, reference)["state"]
-    for name, _ in plain.named_parameters():
-        found = get_full_optim_state(model, ours, name)
-        assert _same(found, expected.get(name, {})), name
-        new = {key: torch.full_like(value, 4.0) for key, value in found.items()}
-        with record_steps() as calls:
-            set_full_optim_state(model, ours, name, new)
-        assert calls == []
-        assert _same(get_full_optim_state(model, ours, name), new)
-    train_sharded(model, ours, world, range(2, 3))  # it still fits
-
-
-@on_ranks(4)
-def test_each_replica_reads_and_writes_by_itself(world: World) -> None:
-    """Within its shard group; nothing crosses to the others."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = gpt("composable", strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
-    plain = TinyGPT()
-
-    for name, value in plain.named_parameters():
-        assert torch.equal(get_full_param(model, name), value)
-        set_full_param(model, name, value.detach() + 1)
-        assert torch.equal(get_full_param(model, name), value + 1)
-
-
-@on_ranks(2)
-def test_parameters_that_no_unit_holds_are_found_as_well(world: World) -> None:
-    """A model may hold some of both."""
-    model = nn.Sequential(tiny_mlp(), tiny_mlp(seed=1))
-    fully_shard(model, ignored_modules=[model[1]])
-    optimizer = optim.AdamW(model.parameters())
-    backward(model(torch.ones(2, 8)).sum())
-    optimizer.step()
-
-    for name in ("0.0.weight", "1.0.weight"):
-        value = get_full_param(model, name)
-        set_full_param(model, name, value * 2)
-        assert torch.equal(get_full_param(model, name), value * 2)
-        gradient = get_full_grad(model, name)
-        assert gradient is not None
-        set_full_grad(model, name, gradient * 2)
-        assert torch.equal(get_full_grad(model, name), gradient * 2)  # type: ignore[arg-type]
-        state = get_full_optim_state(model, optimizer, name)
-        assert state["exp_avg"].shape == (12, 8)
-        set_full_optim_state(model, optimizer, name, {"exp_avg": state["exp_avg"] * 2})
-        again = get_full_optim_state(model, optimizer, name)
-        assert torch.equal(again["exp_avg"], state["exp_avg"] * 2)
-        assert torch.equal(again["exp_avg_sq"], state["exp_avg_sq"])
-
-
 @on_ranks(2)
 def test_an_assigned_parameter_is_found_also_from_inside_its_unit(world: World) -> None:
     """Before any forward has taken it up; by the name that each module gives it."""
@@ -181,32 +83,6 @@ def test_an_assigned_parameter_is_found_also_from_inside_its_unit(world: World) 
 
     for module, name in ((model, "0.weight"), (model[0], "weight")):
         assert torch.equal(get_full_param(module, name), torch.full((12, 8), 2.0))
-
-
-class Nested(nn.Module):
-    """A depth that exceeds Python's limit of recursion; shows no parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner: nn.Module = nn.Linear(3, 3)
-        for _ in range(1200):
-            self.inner = nn.Sequential(self.inner)
-
-    def named_parameters(self, *_: Any, **__: Any) -> Any:
-        return iter(())
-
-
-@on_ranks(2)
-def test_a_name_is_that_of_the_place_whatever_named_parameters_gives(
-    world: World,
-) -> None:
-    """Also at a depth at which torch's own method fails."""
-    model = fully_shard(Nested())
-    name = f"inner.{'0.' * 1200}weight"
-
-    set_full_param(model, name, torch.full((3, 3), 2.0))
-
-    assert torch.equal(get_full_param(model, name), torch.full((3, 3), 2.0))
 
 
 @pytest.mark.req("U-02")
@@ -264,6 +140,70 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(world: World) 
     assert get_full_param(empty, "weight").is_meta
     text = message_of(lambda: set_full_param(empty, "weight", torch.ones(2, 2)))
     assert "which is on meta and has no memory yet" in text
+
+
+@on_ranks(4)
+def test_each_replica_reads_and_writes_by_itself(world: World) -> None:
+    """Within its shard group; nothing crosses to the others."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = gpt("composable", strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+    plain = TinyGPT()
+
+    for name, value in plain.named_parameters():
+        assert torch.equal(get_full_param(model, name), value)
+        set_full_param(model, name, value.detach() + 1)
+        assert torch.equal(get_full_param(model, name), value + 1)
+
+
+@on_ranks(2)
+def test_parameters_that_no_unit_holds_are_found_as_well(world: World) -> None:
+    """A model may hold some of both."""
+    model = nn.Sequential(tiny_mlp(), tiny_mlp(seed=1))
+    fully_shard(model, ignored_modules=[model[1]])
+    optimizer = optim.AdamW(model.parameters())
+    backward(model(torch.ones(2, 8)).sum())
+    optimizer.step()
+
+    for name in ("0.0.weight", "1.0.weight"):
+        value = get_full_param(model, name)
+        set_full_param(model, name, value * 2)
+        assert torch.equal(get_full_param(model, name), value * 2)
+        gradient = get_full_grad(model, name)
+        assert gradient is not None
+        set_full_grad(model, name, gradient * 2)
+        assert torch.equal(get_full_grad(model, name), gradient * 2)  # type: ignore[arg-type]
+        state = get_full_optim_state(model, optimizer, name)
+        assert state["exp_avg"].shape == (12, 8)
+        set_full_optim_state(model, optimizer, name, {"exp_avg": state["exp_avg"] * 2})
+        again = get_full_optim_state(model, optimizer, name)
+        assert torch.equal(again["exp_avg"], state["exp_avg"] * 2)
+        assert torch.equal(again["exp_avg_sq"], state["exp_avg_sq"])
+
+
+class Nested(nn.Module):
+    """A depth that exceeds Python's limit of recursion; shows no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: nn.Module = nn.Linear(3, 3)
+        for _ in range(1200):
+            self.inner = nn.Sequential(self.inner)
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        return iter(())
+
+
+@on_ranks(2)
+def test_a_name_is_that_of_the_place_whatever_named_parameters_gives(
+    world: World,
+) -> None:
+    """Also at a depth at which torch's own method fails."""
+    model = fully_shard(Nested())
+    name = f"inner.{'0.' * 1200}weight"
+
+    set_full_param(model, name, torch.full((3, 3), 2.0))
+
+    assert torch.equal(get_full_param(model, name), torch.full((3, 3), 2.0))
 
 
 def by_hand(model: nn.Module, x: Tensor) -> None:

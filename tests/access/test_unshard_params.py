@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,11 +14,7 @@ from composable_fsdp import (
     optim_state_dict,
     unshard_params,
 )
-from composable_fsdp.access.unshard_params import _unshard_params_recurse
-from composable_fsdp.access.unsharded_unit import _unshard_state
-from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.recording import record_steps
@@ -29,19 +24,8 @@ from tests.support.reference import (
     gpt_input,
     loss_of,
 )
-from tests.support.sharded import both_paths, gpt, is_full, message_of
+from tests.support.sharded import gpt, is_full, message_of
 from tests.support.world import World
-
-
-def values(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters as they are now, by name."""
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-@torch.no_grad()
-def write(model: nn.Module, *, add: float) -> None:
-    for index, parameter in enumerate(model.parameters()):
-        parameter.add_(add + index)
 
 
 @pytest.mark.req("S1-10")
@@ -49,7 +33,6 @@ def write(model: nn.Module, *, add: float) -> None:
 def test_each_level_unshards_the_units_it_names_and_no_other(world: World) -> None:
     """``recurse=False`` touches one unit; each unit costs one all-gather."""
     model = gpt("wrapper")
-    states = _get_fsdp_states(model)
     levels: dict[str, tuple[Any, list[bool]]] = {
         "root alone": (unshard_params(model, recurse=False), [True, False, False]),
         "block alone": (
@@ -57,20 +40,6 @@ def test_each_level_unshards_the_units_it_names_and_no_other(world: World) -> No
             [False, False, True],
         ),
         "root and below": (unshard_params(model), [True] * 3),
-        "one state": (
-            _unshard_state(states[1], writeback=False, rank0_only=False),
-            [False, True, False],
-        ),
-        "a state and below": (
-            _unshard_params_recurse(
-                states[0].module,
-                states[0],
-                recurse=True,
-                writeback=False,
-                rank0_only=False,
-            ),
-            [True] * 3,
-        ),
     }
     for name, (block, expected) in levels.items():
         with record_steps() as calls, block:
@@ -79,9 +48,8 @@ def test_each_level_unshards_the_units_it_names_and_no_other(world: World) -> No
         assert shown == expected, name
         assert is_full(model) == [False] * 3, name
         gathers = sum(expected) if world.world_size > 1 else 0
-        # With writeback, which is the default, ranks say on exit that none raised.
-        writes = name in ("root alone", "block alone", "root and below")
-        end = ["all_reduce"] if gathers and writes else []
+        # Ranks say on exit that none raised.
+        end = ["all_reduce"] if gathers else []
         assert [call.op for call in calls] == ["all_gather"] * gathers + end, name
 
 
@@ -130,6 +98,63 @@ def test_a_parameter_of_another_shape_is_refused_by_name(world: World) -> None:
     loss_of(model, gpt_input(0, world.rank)).backward()  # type: ignore[no-untyped-call]
 
 
+@on_ranks(3)
+def test_state_dicts_are_given_and_taken_inside_the_block(world: World) -> None:
+    """Saving copies the full parameters; what is loaded reaches the shards."""
+    model, plain = gpt("wrapper"), TinyGPT()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with unshard_params(model):
+        saved = model.state_dict()
+        model.load_state_dict(TinyGPT(seed=5).state_dict())
+        text = message_of(partial(optim_state_dict, model, optimizer))
+    assert "optim_state_dict was called on (root) inside unshard_params" in text
+
+    assert differences(saved, plain.state_dict()) == {}
+    assert differences(model.state_dict(), TinyGPT(seed=5).state_dict()) == {}
+
+
+def full(handle: FlatParamHandle) -> list[nn.Parameter]:
+    return [leaf for region in handle.layout.regions for leaf in region.full.leaves]
+
+
+@torch.no_grad()
+def fill(module: nn.Module) -> None:
+    """Values that depend on the whole parameter's shape."""
+    for parameter in module.parameters(recurse=False):
+        parameter.copy_(torch.arange(parameter.numel()).view_as(parameter))
+
+
+@pytest.mark.req("X-07")
+@on_ranks(2)
+def test_an_error_in_apply_reaches_every_rank(world: World) -> None:
+    """The others do not wait at the next unit, and the values stay."""
+    model = gpt("wrapper")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def note(module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm):
+            if world.rank == 1:
+                raise ValueError("not here")
+            fill(module)
+
+    text = message_of(lambda: model.apply(note))
+    assert differences(model.state_dict(), before) == {}
+    told = "Rank 1 raised inside apply, so nothing was written here either"
+    assert ("ValueError: not here" if world.rank == 1 else told) in text
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters as they are now, by name."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def write(model: nn.Module, *, add: float) -> None:
+    for index, parameter in enumerate(model.parameters()):
+        parameter.add_(add + index)
+
+
 @pytest.mark.req("S1-10")
 @on_ranks(3)
 def test_a_plain_module_unshards_every_tree_below_it(world: World) -> None:
@@ -157,84 +182,6 @@ def test_a_plain_module_unshards_every_tree_below_it(world: World) -> None:
     assert differences(holder.state_dict(), plain.state_dict()) == {}
 
 
-@both_paths
-@on_ranks(2)
-def test_wrong_moments_are_refused_with_the_way_out(world: World, path: str) -> None:
-    """Each message names both calls and when to call instead; training goes on."""
-    plain: Any = nn.Sequential(tiny_mlp())
-    inner, layer = plain[0], plain[0][1]
-    model = apply_units(plain, ["0"], path=path)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.ones(2, 8)
-
-    def inside(call: Callable[[], object]) -> None:
-        with unshard_params(model):
-            call()
-
-    def enter(*_: object, of: nn.Module = model) -> None:
-        unshard_params(of).__enter__()
-
-    def in_forward() -> None:
-        handle = layer.register_forward_pre_hook(enter)
-        try:
-            model(x)
-        finally:
-            handle.remove()
-
-    def in_backward() -> None:
-        y = model(x)
-        y.register_hook(enter)
-        y.sum().backward()
-
-    for act, *words in (
-        (
-            partial(inside, partial(enter, of=inner)),
-            "inside unshard_params of (root)",
-            "Call it after the block",
-        ),
-        (partial(inside, partial(model, x)), "was called inside unshard_params of (ro"),
-        (
-            partial(inside, partial(optim_state_dict, model, optimizer)),
-            "optim_state_dict was called on (root) inside unshard_params",
-        ),
-        (in_forward, "inside the forward of (root)", "Call it between steps"),
-        (in_backward, "inside backward", "after loss.backward() has returned"),
-    ):
-        text = message_of(act)
-        assert text.startswith(PhaseError.__name__)
-        assert all(each in text for each in words), text
-        model(x).sum().backward()
-        assert is_full(model) == [False, False]
-
-
-@on_ranks(3)
-def test_state_dicts_are_given_and_taken_inside_the_block(world: World) -> None:
-    """Saving copies the full parameters; what is loaded reaches the shards."""
-    model, plain = gpt("wrapper"), TinyGPT()
-
-    with unshard_params(model):
-        saved = model.state_dict()
-        model.load_state_dict(TinyGPT(seed=5).state_dict())
-
-    assert differences(saved, plain.state_dict()) == {}
-    assert differences(model.state_dict(), TinyGPT(seed=5).state_dict()) == {}
-
-
-@on_ranks(2)
-def test_backward_refuses_what_a_block_has_written_since_the_forward(
-    world: World,
-) -> None:
-    """As that of a plain model; what the block only shows does no harm."""
-    model = fully_shard(tiny_mlp())
-    for writes in (False, True):
-        loss = model(torch.ones(2, 8)).sum()
-        with unshard_params(model), torch.no_grad():
-            if writes:
-                model[2].get_parameter("weight").mul_(2.0)
-        text = message_of(loss.backward)
-        assert text.startswith("PhaseError: Backward needs a tensor as") == writes, text
-
-
 @on_ranks(2)
 def test_a_kept_parameter_keeps_the_gradient_of_the_block(world: World) -> None:
     """Of a backward through a part of the unit; the model's own gradients stay."""
@@ -248,27 +195,7 @@ def test_a_kept_parameter_keeps_the_gradient_of_the_block(world: World) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_block_over_a_unit_that_another_shows_is_refused(one_rank: World) -> None:
-    """And the first one goes on."""
-    model = fully_shard(tiny_mlp())
-    (state,) = _get_fsdp_states(model)
-
-    with unshard_params(model):
-        with (
-            pytest.raises(PhaseError, match="shown by another block"),
-            _unshard_state(state, writeback=True, rank0_only=False),
-        ):
-            pass
-        shown = model[0].weight.shape
-
-    assert shown == (12, 8)
-
-
 everywhere = pytest.mark.parametrize("rank0_only", [False, True], ids=["all", "first"])
-
-
-def full(handle: FlatParamHandle) -> list[nn.Parameter]:
-    return [leaf for region in handle.layout.regions for leaf in region.full.leaves]
 
 
 def gradients(model: nn.Module) -> list[str]:
@@ -290,29 +217,3 @@ def test_a_block_may_write_back_where_no_parameter_has_a_gradient(
                 model[2].bias.grad = torch.ones_like(model[2].bias)
     with unshard_params(model, writeback=False, with_grads=True):
         assert gradients(model) == ["2.bias"]
-
-
-@torch.no_grad()
-def fill(module: nn.Module) -> None:
-    """Values that depend on the whole parameter's shape."""
-    for parameter in module.parameters(recurse=False):
-        parameter.copy_(torch.arange(parameter.numel()).view_as(parameter))
-
-
-@pytest.mark.req("X-07")
-@on_ranks(2)
-def test_an_error_in_apply_reaches_every_rank(world: World) -> None:
-    """The others do not wait at the next unit, and the values stay."""
-    model = gpt("wrapper")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-
-    def note(module: nn.Module) -> None:
-        if isinstance(module, nn.LayerNorm):
-            if world.rank == 1:
-                raise ValueError("not here")
-            fill(module)
-
-    text = message_of(lambda: model.apply(note))
-    assert differences(model.state_dict(), before) == {}
-    told = "Rank 1 raised inside apply, so nothing was written here either"
-    assert ("ValueError: not here" if world.rank == 1 else told) in text

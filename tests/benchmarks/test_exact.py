@@ -19,12 +19,12 @@ def test_the_peak_is_below_that_of_the_peers(tokens: int, order: str) -> None:
     """With one unit gathered ahead at most FSDP2's; with none also below FSDP1's, and
     below that of the least that sharded training must do."""
     fsdp1, fsdp2, floor = (
-        memory.measure_peer(shard, 8, tokens, order=order, layers=4).step
+        memory.measure_peer(shard, 8, tokens, order=order, layers=3).step
         for shard in memory.PEERS.values()
     )
 
     ahead, _, alone = (
-        memory.measure_ours(8, tokens, prefetch=mode, order=order, layers=4)
+        memory.measure_ours(8, tokens, prefetch=mode, order=order, layers=3)
         for _, mode in memory.OURS
     )
 

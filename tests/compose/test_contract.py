@@ -54,10 +54,6 @@ def rename(module: nn.Sequential) -> None:
     module[0].register_parameter("kernel", module[0]._parameters.pop("weight"))
 
 
-def reorder_modules(module: nn.Sequential) -> None:
-    module._modules["0"] = module._modules.pop("0")
-
-
 def remove_module(module: nn.Sequential) -> None:
     del module[2]
 
@@ -137,9 +133,8 @@ def test_what_is_no_module_is_refused(given: object, message: str) -> None:
     ("body", "difference"),
     [
         (add, "buffer 0 was '1.running_mean' and is now 'extra'"),
-        (rename, "parameter 0 was '0.weight' and is now '0.bias'"),
-        (reorder_modules, "parameter 0 was '0.weight' and is now '1.weight'"),
         (remove_module, "parameter 4 was '2.weight' and is now absent"),
+        (rename, "parameter 0 was '0.weight' and is now '0.bias'"),
         (fill_a_gap, "module 3 was '2' and is now '1.late'"),
     ],
 )

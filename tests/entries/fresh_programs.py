@@ -97,30 +97,8 @@ def lbfgs(folder: Path) -> None:
     OPTIM.LBFGS(model.parameters()).step(lambda: 0.0)
 
 
-def adafactor(folder: Path) -> None:
-    OPTIM.Adafactor(sharded().parameters()).step()
-
-
-def muon(folder: Path) -> None:
-    matrices = [p for p in sharded().parameters() if p.ndim == 2]
-    OPTIM.Muon(matrices).step()
-
-
 def unknown_optimizer(folder: Path) -> None:
     Normed(sharded().parameters()).step()
-
-
-def clip_by_torch(folder: Path) -> None:
-    nn.utils.clip_grad_norm_(sharded().parameters(), 1.0)
-
-
-def foreign_optimizer_state(folder: Path) -> None:
-    model = sharded()
-    optim = torch.optim.AdamW(model.parameters())
-    optim.step()
-    for state in optim.state.values():
-        state["exp_avg"] = torch.zeros(7, 7)
-    optim.step()
 
 
 def model_state(folder: Path) -> list[Any]:
@@ -214,11 +192,7 @@ BARE = [
 """Programs that import the package and no name of it."""
 SHARDING = [
     lbfgs,
-    adafactor,
-    muon,
     unknown_optimizer,
-    clip_by_torch,
-    foreign_optimizer_state,
     model_state,
     optimizer_file,
     dcp_state,

@@ -34,20 +34,14 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None)
 reduce_scatter = reduce_scatter or dist.reduce_scatter_tensor
 
 
-class Block(nn.Module):
+Layer = nn.TransformerEncoderLayer
+
+
+def block() -> nn.Module:
     """Attention and a feed-forward layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Keep the shape ``(batch, time, width)``."""
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+    return nn.TransformerEncoderLayer(
+        WIDTH, 2, 4 * WIDTH, dropout=0.0, batch_first=True
+    )
 
 
 class Transformer(nn.Module):
@@ -56,7 +50,7 @@ class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.register_buffer("scale", torch.tensor(0.5))
 
@@ -95,7 +89,8 @@ def build(strategy: ShardingStrategy) -> FSDP:
         Transformer(),
         sharding_strategy=strategy,
         auto_wrap_policy=functools.partial(
-            transformer_auto_wrap_policy, transformer_layer_cls={Block}
+            transformer_auto_wrap_policy,
+            transformer_layer_cls={Layer},
         ),
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         limit_all_gathers=True,

@@ -22,7 +22,7 @@ from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward, gpt_input, loss_of, wide_input
-from tests.support.sharded import RankCount, message_of
+from tests.support.sharded import message_of
 from tests.support.world import World, fake_world
 
 TORCH = "torch.distributed.fsdp"
@@ -286,8 +286,10 @@ def trained(api: Any, world: World, **options: Any) -> list[torch.Tensor]:
     return [*found, *(v.full_tensor() for v in model.state_dict().values())]
 
 
-def check_layout_options(world: World) -> list[str]:
-    # Apart, because torch's FSDP2 raises for the first two together.
+@pytest.mark.req("N-05")
+@on_ranks(4)
+def test_options_of_memory_alone_are_taken_with_a_warning(world: World) -> None:
+    """Fewer ranks to reshard to, columns, a backward without gather: equal numbers."""
     choices: list[dict[str, Any]] = [
         {"reshard_after_forward": world.world_size // 2},
         {"shard_placement_fn": lambda p: Shard(p.ndim - 1)},
@@ -301,16 +303,11 @@ def check_layout_options(world: World) -> list[str]:
             ours = trained(fsdp2, world, **options)
         torch.testing.assert_close(ours, theirs)
         texts += [str(each.message) for each in caught]
-    return texts
+    texts = texts
 
-
-@pytest.mark.req("N-05")
-def test_options_of_memory_alone_are_taken_with_a_warning(ranks: RankCount) -> None:
-    """Fewer ranks to reshard to, columns, a backward without gather: equal numbers."""
-    for texts in ranks(4).run(check_layout_options):
-        for words in (
-            "reshard_after_forward=2 reshards to all 4 ranks",
-            "another dim than 0 for 'weight' (Shard(dim=1))",
-            "set_unshard_in_backward(False) is ignored",
-        ):
-            assert any(words in text for text in texts)
+    for words in (
+        "reshard_after_forward=2 reshards to all 4 ranks",
+        "another dim than 0 for 'weight' (Shard(dim=1))",
+        "set_unshard_in_backward(False) is ignored",
+    ):
+        assert any(words in text for text in texts)

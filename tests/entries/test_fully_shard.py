@@ -6,16 +6,18 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composable_fsdp import (
     ModuleWrapPolicy,
     fully_shard,
 )
+from composable_fsdp.naming import join_name
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyBlock, TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
+    PATHS,
     adamw,
     apply_units,
     assert_same_training,
@@ -28,53 +30,23 @@ from tests.support.reference import (
 from tests.support.world import World
 
 
-class Example(nn.Module):
-    """A module with two submodules, of which the second holds a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.eye(4))
-        self.sub1 = nn.Linear(4, 4)
-        self.sub2 = nn.Sequential(nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, 4)`` to the same."""
-        y: Tensor = self.sub2(self.sub1(x @ self.weight))
-        return y
-
-
-APPLICATIONS = {
-    "wrapper, by hand": ("wrapper", "manual"),
-    "wrapper, by policy": ("wrapper", "auto"),
-    "composable, by hand": ("composable", "manual"),
-    "composable, by policy": ("composable", "auto"),
-}
-
-
 @pytest.mark.req("S1-27", "S1-25")
-@pytest.mark.parametrize("how", APPLICATIONS)
-def test_the_units_of_the_example_are_the_same_in_four_styles(
-    one_rank: World, how: str
+@pytest.mark.parametrize("style", ["manual", "auto"])
+@pytest.mark.parametrize("path", PATHS)
+def test_the_units_are_the_same_by_hand_and_by_policy_on_both_paths(
+    one_rank: World, path: str, style: str
 ) -> None:
-    """The module, sub1 and sub2, and each parameter in exactly one of them."""
-    path, style = APPLICATIONS[how]
-    model = apply_units(Example(), ["sub1", "sub2"], path=path, style=style)
-    model(torch.ones(1, 4))
-
+    """The model and its blocks, and each parameter in exactly one of them."""
+    plain = TinyGPT()
+    units = gpt_units(plain)
+    names = [name for name, _ in plain.named_parameters()]
+    model = apply_units(plain, units, path=path, style=style)
+    model(gpt_input(0, 0))
     states = _get_fsdp_states(model)
 
-    assert [state.fqn for state in states] == ["", "sub1", "sub2"]
-    assert [type(state.module) for state in states] == [
-        Example,
-        nn.Linear,
-        nn.Sequential,
-    ]
-    assert [state.handle._fqns for state in states] == [
-        ("weight",),
-        ("weight", "bias"),
-        ("0.weight", "0.bias"),
-    ]
+    assert [state.fqn for state in states] == ["", *units]
+    held = [join_name(s.fqn, name) for s in states for name in s.handle._fqns]
+    assert sorted(held) == sorted(names)
 
 
 @pytest.mark.req("B-01", "S1-35")

@@ -91,21 +91,7 @@ def beside(model: TinyGPT, path: str) -> nn.Module:
     return model
 
 
-def ddp_inside(model: TinyGPT, path: str) -> nn.Module:
-    """Torch's DDP around a block of a sharded model."""
-    model.blocks[0] = DistributedDataParallel(model.blocks[0])
-    put(model, "blocks.1", path)
-    return shard(model, path)
-
-
-def ddp_around(model: TinyGPT, path: str) -> nn.Module:
-    """Torch's DDP around a model with sharded blocks."""
-    put(model, "blocks.0", path)
-    put(model, "blocks.1", path)
-    return DistributedDataParallel(model)
-
-
-COMPOSED = [alone, by_policy, inside, above, beside, ddp_inside, ddp_around]
+COMPOSED = [alone, by_policy, inside, above, beside]
 
 
 @pytest.mark.req("S1-16")
@@ -116,20 +102,23 @@ COMPOSED = [alone, by_policy, inside, above, beside, ddp_inside, ddp_around]
 def test_replicated_and_sharded_parts_train_as_the_plain_model(
     world: World, compose: Compose, path: str
 ) -> None:
-    """In every composition, with torch's DDP as well."""
+    """In every composition."""
     model = TinyGPT()
     composed = compose(model, path)
     plain, expected = trained_reference(TinyGPT, world.world_size, gpt_input, adamw)
     losses = train(composed, world.rank, gpt_input, adamw)
 
-    kept = model if compose is ddp_around else composed
-    saved = {n.replace("module.", ""): v for n, v in kept.state_dict().items()}
-    assert differences(saved, plain.state_dict()) == {}
+    assert differences(composed.state_dict(), plain.state_dict()) == {}
     assert losses == [step[world.rank] for step in expected]
 
 
-def train_as_hybrid(world: World, path: str, same_start: bool) -> list[str]:
-    """Blocks sharded over pairs, the model replicated across: four ranks' average."""
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("same_start", [True, False])
+@on_ranks(4)
+def test_sharding_within_and_replicating_across_is_hybrid(
+    world: World, path: str, same_start: bool
+) -> None:
+    """Units below average over both groups, and start from the first replica."""
     model = TinyGPT()
     plain = copy.deepcopy(model)
     shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -155,18 +144,10 @@ def train_as_hybrid(world: World, path: str, same_start: bool) -> list[str]:
         [step[world.rank] for step in expected],
         tolerance=tolerance_at(4),
     )
-    return [call.op for call in calls]
+    ops = [call.op for call in calls]
 
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("same_start", [True, False])
-def test_sharding_within_and_replicating_across_is_hybrid(
-    ranks: RankCount, same_start: bool, path: str
-) -> None:
-    """Units below average over both groups, and start from the first replica."""
-    for ops in ranks(4).run(train_as_hybrid, path, same_start):
-        units = 3 if path == "composable" else 1
-        assert ops.count("all_reduce") == ops.count("reduce_scatter") == 3 * units
+    units = 3 if path == "composable" else 1
+    assert ops.count("all_reduce") == ops.count("reduce_scatter") == 3 * units
 
 
 def start_apart(world: World, init_sync: bool) -> list[float]:

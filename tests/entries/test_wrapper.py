@@ -6,11 +6,9 @@ import copy
 from collections.abc import Callable
 
 import pytest
-from torch import nn
 
 from composable_fsdp import (
     FullyShardedDataParallel,
-    ModuleWrapPolicy,
 )
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyGPT, tiny_mlp
@@ -26,28 +24,6 @@ from tests.support.reference import (
 from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
-
-
-@pytest.mark.req("D-01")
-@pytest.mark.parametrize(
-    "name", ["my_fsdp_wrapped_module", "_fsdp_wrapped_module_x", "module"]
-)
-def test_a_child_with_a_name_like_the_wrappers_keeps_it(
-    one_rank: World, name: str
-) -> None:
-    """Names are taken apart by component, so nothing is cut out of them."""
-    plain = nn.Module()
-    plain.add_module(name, tiny_mlp())
-    plain.add_module("my", tiny_mlp())
-    expected = list(plain.state_dict())
-
-    model = FullyShardedDataParallel(
-        plain, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
-    )
-
-    assert list(model.state_dict()) == expected
-    assert [n for n, _ in model.named_parameters()] == expected
-    assert not model.load_state_dict(model.state_dict()).missing_keys
 
 
 @pytest.mark.req("S0-06")

@@ -367,9 +367,6 @@ def test_lists_are_short_and_absent_paths_are_not_called_damaged(
 
 @pytest.mark.req("N-09")
 def test_names_of_fsdp2_stay_unknown_to_questions() -> None:
-    """Asking for a name of FSDP2 raises nothing; the functions named are all that are.
-
-    A method of ``FSDPModule`` that is no function here has no way out to tell.
-    """
+    """Asking for a name raises nothing; the functions named are all that are."""
     assert not hasattr(cf, "FSDPModule")
     assert {*cf.__all__, *cf.access.__all__} & set(vars(FSDPModule)) == FUNCTIONS

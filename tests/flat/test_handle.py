@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from functools import partial
 from typing import Any
 
@@ -13,9 +11,9 @@ from torch import nn
 
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat import memory, residency
+from composable_fsdp.flat import residency
 from composable_fsdp.flat.build import build_handle
-from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.phases import Residency
 from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.options import UnitOptions
@@ -63,33 +61,6 @@ def test_all_names_of_a_handle_start_at_its_own_module() -> None:
         assert inner.get_parameter(place.fqn) is plain[place.fqn]
 
 
-@pytest.mark.req("B-24")
-def test_unsharding_twice_shows_the_same_full_leaves_at_every_place() -> None:
-    """Leaves are made once and swapped; a tied weight is one object at both places."""
-    model, inner = tied_model()
-    weight = inner[0].weight
-    handle = handles_of(model)[0]
-    shown: list[object] = []
-
-    for _ in range(2):
-        residency.allocate_full(handle)
-        residency.use_full(handle)
-        assert inner[0].weight is inner[1].weight
-        assert all(
-            memory.is_allocated(region.full.buffer) for region in handle.layout.regions
-        )
-        shown.append(inner[0].weight)
-        residency.use_sharded(handle)
-        residency.free_full(handle)
-        assert inner[0].weight is inner[1].weight is weight
-        assert not any(
-            memory.is_allocated(region.full.buffer) for region in handle.layout.regions
-        )
-
-    assert shown[0] is shown[1] is not weight
-    assert handle.layout.regions[0].full.leaves[1].shape == (4, 4)
-
-
 @pytest.mark.req("S1-42")
 @pytest.mark.parametrize("now", Residency)
 def test_moves_that_the_table_does_not_list_raise(now: Residency) -> None:
@@ -113,24 +84,6 @@ def test_moves_that_the_table_does_not_list_raise(now: Residency) -> None:
         with pytest.raises(PhaseError, match=f"is {now.name} .* become {then.name}"):
             move(handle)
         assert handle.residency is now
-
-
-def test_a_handle_that_is_gone_leaves_no_entry() -> None:
-    """Nothing keeps a handle alive but its model, and the table forgets its leaves."""
-    gc.collect()  # handles of other tests go now, not below
-    before = set(LEAVES)
-    model = tiny_mlp()
-    (handle,) = handles_of(model)
-    gone = weakref.ref(handle)
-    parameter = model[0].weight
-    assert len(LEAVES) == len(before) + 4
-
-    del handle, model
-    gc.collect()
-
-    assert gone() is None
-    assert set(LEAVES) == before
-    assert find_leaf(parameter) is None
 
 
 def test_leaves_can_be_swapped_by_torch() -> None:

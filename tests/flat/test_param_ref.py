@@ -19,7 +19,6 @@ from composable_fsdp.flat.param_ref import param_refs, slot_paths
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
-from tests.support.sharded import RankCount
 from tests.support.world import World
 
 
@@ -125,21 +124,18 @@ CASES: dict[str, Callable[[Twins], None]] = {
 }
 
 
-def text_of(world: World, case: str) -> str:
-    """The error of a case."""
+@pytest.mark.req("N-09")
+@pytest.mark.parametrize("case", CASES)
+@on_ranks(2)
+def test_an_error_names_the_second_module(world: World, case: str) -> None:
+    """By the path from the root, and not as a parameter of the unit's first module."""
     low = MixedPrecision(
         torch.bfloat16, cast_forward_inputs=True, output_dtype=torch.float32
     )
     model = twins(low if case == "written" else None)
     with pytest.raises(Exception) as caught:  # noqa: PT011  # the text is looked at
         CASES[case](model)
-    return str(caught.value)
+    text = str(caught.value)
 
-
-@pytest.mark.req("N-09")
-@pytest.mark.parametrize("case", CASES)
-def test_an_error_names_the_second_module(ranks: RankCount, case: str) -> None:
-    """By the path from the root, and not as a parameter of the unit's first module."""
-    for text in ranks(2).run(text_of, case):
-        assert "'body.b.inner" in text
-        assert "body.a.inner" not in text
+    assert "'body.b.inner" in text
+    assert "body.a.inner" not in text

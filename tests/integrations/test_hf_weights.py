@@ -82,7 +82,7 @@ def files_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("size", ["5GB", "2KB"])
 @on_ranks(2)
@@ -117,6 +117,7 @@ def without_cuts(files: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("size", ["5GB", "2KB"])
 @on_ranks(2)

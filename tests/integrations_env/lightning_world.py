@@ -111,10 +111,7 @@ def seeded(make: Callable[[], Any]) -> Any:
 
 
 def loader(ranks: int = 1, rank: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """Return this rank's part of batches of 8 samples, which are the same at any size.
-
-    Lightning's own sampler shuffles the training samples.
-    """
+    """Return this rank's part of batches of 8, which are the same at any size."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=dtype)
     y = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -210,17 +210,3 @@ def test_what_would_take_shards_for_whole_parameters_is_refused(world: World) ->
         Accelerator(cpu=True).prepare(model)
 
     assert distance(full(model), parameters_of(tiny_llama())) == 0.0
-
-
-@on_ranks(2)
-def test_the_mesh_of_a_parallelism_config_is_taken_by_its_names(world: World) -> None:
-    """The data dims of accelerate's mesh."""
-    config = ParallelismConfig(dp_replicate_size=1, dp_shard_size=2)
-    mesh = config.build_device_mesh("cpu")
-
-    model = fully_shard(tiny_llama(), device_mesh=mesh[config.dp_dim_names])
-
-    (unit,) = units_in(model)
-    assert unit.ranks.shard is not None
-    assert unit.ranks.shard.size() == 2
-    assert model(input_ids=Tokens(2).ids, labels=Tokens(2).ids).loss.isfinite()

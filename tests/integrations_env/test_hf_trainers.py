@@ -176,34 +176,3 @@ def test_dpo_trains_as_the_plain_trainer_of_trl(
     norms = logged(plain, "grad_norm")
     assert logged(sharded, "grad_norm") == pytest.approx(norms, rel=1e-4)
     assert distance(full(sharded.model), full(plain.model)) < CLOSE
-
-
-@pytest.mark.req("N-12")
-@on_ranks(2)
-def test_sft_trains_as_the_plain_trainer_of_trl(world: World, tmp_path: Path) -> None:
-    """Losses and weights, with the trainer's own collator."""
-    sharded_trainer = type("Sharded", (ShardedTrainer, trl.SFTTrainer), {})
-
-    def trained(kind: Any, folder: Path, size: int) -> Any:
-        made = kind(
-            tiny_llama(),
-            arguments(
-                folder,
-                config=trl.SFTConfig,
-                per_device_train_batch_size=size,
-                bf16=False,
-                max_steps=2,
-            ),
-            train_dataset=dataset("trl.SFTTrainer"),
-            processing_class=tokenizer(),
-        )
-        made.train()
-        return made
-
-    with alone(), future():
-        plain = trained(trl.SFTTrainer, tmp_path / f"p{world.rank}", 4)
-    with as_torchrun(world), future():
-        sharded = trained(sharded_trainer, tmp_path, 2)
-
-    assert logged(sharded, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-4)
-    assert distance(full(sharded.model), full(plain.model)) < CLOSE

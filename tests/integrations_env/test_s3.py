@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from torch import nn
 from composable_fsdp import SaveOptions, async_save, checkpoints, load, save, verify
 from composable_fsdp.storage import remove_stale
 from composable_fsdp.storage.storages import storage_of
-from tests.storage.training import everything, make, optimizer_of, same, step
+from tests.storage.training import everything, make, same
 from tests.support.sharded import message_of
 
 pytest.importorskip("s3fs")
@@ -99,43 +96,3 @@ def test_an_upload_that_was_not_committed_is_no_checkpoint(runs: str) -> None:
     storage.put(name, b"first", absent=True)
     with pytest.raises(FileExistsError):
         storage.put(name, b"second", absent=True)
-
-
-RANKS = """
-import sys, torch.distributed as dist
-dist.init_process_group("gloo")
-from composable_fsdp import load, save
-from tests.storage.training import everything, make, optimizer_of, same, step
-model = make("composable"); optimizer = optimizer_of(model); step(model, optimizer, 0)
-save(sys.argv[1] + "/step-1", model, optimizer, {"epoch": 3})
-other = make("composable", seed=7); fresh = optimizer_of(other)
-assert load(sys.argv[1], other, fresh) == {"epoch": 3}
-assert same(everything(model, optimizer), everything(other, fresh))
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.req("K-07")
-def test_two_ranks_save_and_load_and_the_command_verifies(
-    runs: str, tmp_path: Path
-) -> None:
-    """Each rank with connections of its own."""
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    here = str(Path(__file__).parents[2])
-    run = subprocess.run(
-        [sys.executable, *launch, str(script), runs],
-        env={**os.environ, "PYTHONPATH": here},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-
-    command = [sys.executable, "-m", "composable_fsdp", "verify", f"{runs}/step-1"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True)
-
-    assert f"{runs}/step-1" in told.stdout
-    optimizer = optimizer_of(model := make("plain"))
-    step(model, optimizer, 1)
-    assert load(f"{runs}/step-1", model, optimizer) == {"epoch": 3}

@@ -469,29 +469,3 @@ def test_a_parameters_other_names_are_known(world: World) -> None:
 
     assert _same(optim_state_dict(model, optimizer, with_own), expected)
     assert _same(optim_state_dict(model, optimizer, with_tied), expected)
-
-
-@pytest.mark.req("U-05")
-@on_ranks(2)
-def test_keys_that_can_be_read_in_two_ways_or_none_are_refused(world: World) -> None:
-    """With what differs; nothing is guessed and nothing is left out."""
-    model, optimizer = trained_mixed(world, "wrapper")
-    good = optim_state_dict(model, optimizer)
-    groups = good["param_groups"]
-    twice = {**good["state"], "_fsdp_wrapped_module.scale": {}}
-    uneven = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"][:1]}
-    for state, words in (
-        (
-            {"state": twice, "param_groups": groups},
-            "got two keys for parameter 'scale': 'scale' and "
-            "'_fsdp_wrapped_module.scale'. Leave one of them out.",
-        ),
-        (
-            renamed(good, lambda name: name.replace("first", "third")),
-            "missing ['first.bias', 'first.weight'], left over ['third.bias', "
-            "'third.weight']",
-        ),
-        (uneven, "groups of [5]; the optimizer's groups have [5, 2]"),
-    ):
-        for act in (optim_state_dict_to_load, optim_state_dict):
-            assert words in message_of(partial(act, model, optimizer, state))

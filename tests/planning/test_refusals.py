@@ -22,7 +22,6 @@ from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.sharding_plan import plan_modules
 from tests.planning.trees import linears, snapshot, units
-from tests.support.models import TinyGPT
 from tests.support.sharded import message_of
 from tests.support.world import fake_world
 
@@ -199,15 +198,6 @@ def test_a_weight_tied_across_units_is_refused_with_both_names() -> None:
     assert "'1.2.weight' of unit '1.2'" in text
     assert "Their lowest common ancestor is '1': shard that module" in text
     assert "tied_params='promote'" in text
-
-
-@pytest.mark.req("S0-07", "X-29")
-def test_a_tied_head_in_one_unit_is_ordinary() -> None:
-    """Token embedding and head are held once, under both names."""
-    result = plan(TinyGPT(tied_head=True), world_size=2)
-
-    slots = [slot for region in result.units[0].regions for slot in region.parameters]
-    assert ("tokens.weight", "head.weight") in [slot.fqns for slot in slots]
 
 
 def test_a_parameter_of_an_earlier_unit_is_refused_by_both_names() -> None:

@@ -82,27 +82,7 @@ def test_a_fresh_model_saves_what_the_plain_one_saves(
     assert tied["tokens.weight"].data_ptr() == tied["head.weight"].data_ptr()
 
 
-@pytest.mark.req("S3-05")
-@both_paths
-@on_ranks(2)
-def test_its_own_state_dict_is_loaded_before_any_forward(
-    world: World, path: str
-) -> None:
-    """Lazy initialization has not run; the values come back after a change."""
-    plain = TinyGPT()
-    expected = {name: value.clone() for name, value in plain.state_dict().items()}
-    model = apply_units(plain, ["blocks.0"], path=path)
-    state = model.state_dict()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    model.load_state_dict(state)
-    found = model.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-@pytest.mark.req("S1-31", "S1-34", "D-01")
+@pytest.mark.req("S1-31", "S1-34", "S3-05", "D-01")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 @on_ranks(3)
 def test_wrapper_composable_and_plain_load_from_each_other(
@@ -124,42 +104,6 @@ def test_wrapper_composable_and_plain_load_from_each_other(
         assert all(state[key] is given[key] for key in given)
         state = target.state_dict()
         assert differences(state, source.state_dict()) == {}, path
-
-
-@pytest.mark.req("S1-31")
-@on_ranks(3)
-def test_a_sharded_part_of_a_plain_model_saves_and_loads_in_its_place(
-    world: World,
-) -> None:
-    """The fully sharded module need not be the outermost one."""
-    plain = nn.Sequential(nn.Linear(8, 8), Normed(seed=1), tiny_mlp())
-    model = copy.deepcopy(plain)
-    model[1] = apply_units(model[1], ["norm"], path="wrapper")
-
-    assert differences(model.state_dict(), plain.state_dict()) == {}
-    assert metadata(model.state_dict()) == metadata(plain.state_dict())
-    prefixed = model[1].state_dict(prefix="deep.1.")
-    assert differences(prefixed, plain[1].state_dict(prefix="deep.1.")) == {}
-    other = {key: value + 1 for key, value in plain.state_dict().items()}
-    report = model.load_state_dict(other)
-    assert report.missing_keys == report.unexpected_keys == []
-    assert differences(model.state_dict(), other) == {}
-
-
-@pytest.mark.req("S1-31")
-@on_ranks(3)
-def test_members_of_a_unit_made_from_a_list_save_their_own_names(world: World) -> None:
-    """Two modules that share buffers keep the names that they have in the model."""
-    model, plain = TinyGPT(), TinyGPT()
-    fully_shard([model.blocks[0], model.norm])
-    fully_shard(model)
-
-    assert differences(model.state_dict(), plain.state_dict()) == {}
-    assert differences(model.norm.state_dict(), plain.norm.state_dict()) == {}
-    model.norm.load_state_dict({"weight": torch.ones(8), "bias": torch.ones(8)})
-    model.load_state_dict(model.state_dict())
-    plain.norm.load_state_dict({"weight": torch.ones(8), "bias": torch.ones(8)})
-    assert differences(model.state_dict(), plain.state_dict()) == {}
 
 
 def broken(what: str) -> dict[str, Any]:
@@ -186,10 +130,7 @@ def broken(what: str) -> dict[str, Any]:
 def test_what_does_not_fit_is_reported_as_by_the_plain_model(
     world: World, path: str
 ) -> None:
-    """Missing and left-over keys, buffers and wrong values have their plain names.
-
-    A wrong shape is beside that of the plain model, not beside that of a shard.
-    """
+    """Missing and left-over keys, buffers and wrong values have their plain names."""
     model, plain = apply_units(Normed(), SIMILAR, path=path), Normed()
     for what in ("names", "buffer", "type", "version", "shape"):
         # Torch names the class it was called on; all else must be equal.
@@ -379,3 +320,39 @@ def test_a_value_without_dimensions_is_taken_from_one_with_a_dimension(
     for given in (torch.full((1,), 2.0), nn.Parameter(torch.full((1,), 3.0))):
         model.load_state_dict(model.state_dict() | {"scale": given})
         assert torch.equal(model.state_dict()["scale"], given[0])
+
+
+@pytest.mark.req("S1-31")
+@on_ranks(3)
+def test_a_sharded_part_of_a_plain_model_saves_and_loads_in_its_place(
+    world: World,
+) -> None:
+    """The fully sharded module need not be the outermost one."""
+    plain = nn.Sequential(nn.Linear(8, 8), Normed(seed=1), tiny_mlp())
+    model = copy.deepcopy(plain)
+    model[1] = apply_units(model[1], ["norm"], path="wrapper")
+
+    assert differences(model.state_dict(), plain.state_dict()) == {}
+    assert metadata(model.state_dict()) == metadata(plain.state_dict())
+    prefixed = model[1].state_dict(prefix="deep.1.")
+    assert differences(prefixed, plain[1].state_dict(prefix="deep.1.")) == {}
+    other = {key: value + 1 for key, value in plain.state_dict().items()}
+    report = model.load_state_dict(other)
+    assert report.missing_keys == report.unexpected_keys == []
+    assert differences(model.state_dict(), other) == {}
+
+
+@pytest.mark.req("S1-31")
+@on_ranks(3)
+def test_members_of_a_unit_made_from_a_list_save_their_own_names(world: World) -> None:
+    """Two modules that share buffers keep the names that they have in the model."""
+    model, plain = TinyGPT(), TinyGPT()
+    fully_shard([model.blocks[0], model.norm])
+    fully_shard(model)
+
+    assert differences(model.state_dict(), plain.state_dict()) == {}
+    assert differences(model.norm.state_dict(), plain.norm.state_dict()) == {}
+    model.norm.load_state_dict({"weight": torch.ones(8), "bias": torch.ones(8)})
+    model.load_state_dict(model.state_dict())
+    plain.norm.load_state_dict({"weight": torch.ones(8), "bias": torch.ones(8)})
+    assert differences(model.state_dict(), plain.state_dict()) == {}

@@ -79,24 +79,3 @@ def everything(source: Source) -> dict[str, Any]:
         "param_groups": source.param_groups,
         "extra": source.extra,
     }
-
-
-def same(first: Any, second: Any) -> bool:
-    """Equal down to keys, dtypes, shapes and bits."""
-    if isinstance(first, Tensor):
-        return (
-            isinstance(second, Tensor)
-            and first.dtype == second.dtype
-            and torch.equal(first, second)
-        )
-    if isinstance(first, dict):
-        return (
-            isinstance(second, dict)
-            and first.keys() == second.keys()
-            and all(same(first[key], second[key]) for key in first)
-        )
-    if isinstance(first, list | tuple):
-        return type(first) is type(second) and (
-            len(first) == len(second) and all(map(same, first, second))
-        )
-    return type(first) is type(second) and bool(first == second)

@@ -31,6 +31,7 @@ from composable_fsdp.tools.plan_report import report_of, text_of
 from composable_fsdp.tools.sharding_plan import forecast
 from tests.storage.test_faults import full_disk
 from tests.storage.training import Saved, everything, make, optimizer_of, same, step
+from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
 
@@ -170,7 +171,12 @@ def spoil(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 value.fill_(-7)
 
 
-def check_reuse(world: World, folder: Path) -> list[bool]:
+@pytest.mark.req("K-06")
+@on_ranks(2)
+def test_saves_share_memory_and_hold_the_values_of_their_call(
+    world: World, tmp_path: Path
+) -> None:
+    """Three saves allocate once, and training overwrites everything after each call."""
     model = make("composable")
     optimizer = optimizer_of(model)
     allocate = mock.Mock(wraps=writer.host_buffer)
@@ -179,21 +185,14 @@ def check_reuse(world: World, folder: Path) -> list[bool]:
         for at in range(3):
             step(model, optimizer, at)
             expected = everything(model, optimizer)
-            future = async_save(folder / f"step-{at}", model, optimizer)
+            future = async_save(tmp_path / f"step-{at}", model, optimizer)
             spoil(model, optimizer)
             future.result()
             places.add(address_of(model))
-            load(folder, model, optimizer)
+            load(tmp_path, model, optimizer)
             found.append(same(everything(model, optimizer), expected))
-    return [*found, allocate.call_count == 1, len(places) == 1]
 
-
-@pytest.mark.req("K-06")
-def test_saves_share_memory_and_hold_the_values_of_their_call(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """Three saves allocate once, and training overwrites everything after each call."""
-    assert ranks(2).run(check_reuse, tmp_path) == [[True] * 5] * 2
+    assert [*found, allocate.call_count == 1, len(places) == 1] == [True] * 5
 
 
 def check_size(world: World, folder: Path) -> tuple[int, int]:

@@ -18,7 +18,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from composable_fsdp import convert, load, save
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.opening import open_source
-from tests.storage.samples import everything, same, sample, saved
+from tests.storage.samples import everything, sample, saved
+from tests.support.place import _same
 from tests.support.sharded import RankCount
 from tests.support.world import World
 
@@ -43,7 +44,7 @@ def test_a_checkpoint_is_the_same_after_going_through_two_formats(
     left += convert(tmp_path / "second", tmp_path / "third", to)
 
     assert left == []
-    assert same(loaded(tmp_path / "third"), loaded(first))
+    assert _same(loaded(tmp_path / "third"), loaded(first))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first.pt", "second", "third"]
 
 
@@ -68,7 +69,7 @@ def test_torchs_own_loader_reads_what_was_converted_to_dcp(tmp_path: Path) -> No
     )
 
     del expected["extra"]["nothing"], target["extra"]["nothing"]
-    assert same(target, expected)
+    assert _same(target, expected)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -90,8 +91,8 @@ def test_what_torch_saves_by_name_is_read(tmp_path: Path, flat: bool) -> None:
     torch.save(both, tmp_path / "file.pt")
 
     for got in (loaded(tmp_path / "dcp"), loaded(tmp_path / "file.pt")):
-        assert same(got["model"], dict(model.state_dict()))
-        assert same(got["optim"], dict(zip(names(model), states(optim), strict=True)))
+        assert _same(got["model"], dict(model.state_dict()))
+        assert _same(got["optim"], dict(zip(names(model), states(optim), strict=True)))
         assert [group["params"] for group in got["param_groups"]] == [
             ["0.weight", "0.bias"],
             ["1.weight", "1.bias"],
@@ -157,7 +158,7 @@ def test_a_member_of_a_group_without_state_is_kept(tmp_path: Path) -> None:
 
     convert(tmp_path / "file.pt", tmp_path / "out.pt", "torch")
 
-    assert same(loaded(tmp_path / "out.pt"), loaded(tmp_path / "file.pt"))
+    assert _same(loaded(tmp_path / "out.pt"), loaded(tmp_path / "file.pt"))
 
 
 @pytest.mark.parametrize("to", ["native", "torch", "dcp", "safetensors"])
@@ -201,8 +202,8 @@ def test_a_run_goes_on_from_any_format(tmp_path: Path) -> None:
 
         assert told == ["random states"]
         assert extra == {"epoch": 3}
-        assert same(dict(other.state_dict()), dict(model.state_dict()))
-        assert same(other_optim.state_dict(), optim.state_dict())
+        assert _same(dict(other.state_dict()), dict(model.state_dict()))
+        assert _same(other_optim.state_dict(), optim.state_dict())
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -194,25 +194,37 @@ def test_a_fault_after_the_ranks_agreed_is_raised_on_all(
     assert first[1]
 
 
-def check_wrong_arguments(world: World, folder: Path) -> list[str]:
+def check_wrong_arguments(world: World, folder: Path) -> dict[str, str]:
     model, wrong = make("composable"), world.rank == 1
     save(folder / "good", model)
     module: Any = "model" if wrong else model
     path: Any = 5 if wrong else folder / "x"
     keep: Any = "2" if wrong else 2
     given: Any = {"keep": 2} if wrong else None
-    calls: list[Callable[[], Any]] = [
-        lambda: save(folder / "x", module),
-        lambda: async_save(folder / "x", module),
-        lambda: load(folder / "good", module),
-        lambda: save(path, model),
-        lambda: load(5 if wrong else folder / "good", model),  # type: ignore[arg-type]
-        lambda: save(folder / "x", model, options=SaveOptions(keep=keep)),
-        lambda: save(folder / "y", model, options=given),
-        lambda: load(folder / "good", model, options=given),
-        lambda: export_safetensors(path, model),
-    ]
-    texts = [message_of(call) for call in calls]
+    calls: dict[str, Callable[[], Any]] = {
+        "save expects a module, got a str": lambda: save(folder / "x", module),
+        "async: save expects a module, got a str": (
+            lambda: async_save(folder / "x", module)
+        ),
+        "load expects a module, got a str": lambda: load(folder / "good", module),
+        "save expects a path, got 5": lambda: save(path, model),
+        "load expects a path, got 5": (
+            lambda: load(5 if wrong else folder / "good", model)  # type: ignore[arg-type]
+        ),
+        "save expects keep=None or a number from 1, got '2'": (
+            lambda: save(folder / "x", model, options=SaveOptions(keep=keep))
+        ),
+        "save expects options=SaveOptions(..), got {'keep': 2}": (
+            lambda: save(folder / "y", model, options=given)
+        ),
+        "load expects options=LoadOptions(..), got {'keep': 2}": (
+            lambda: load(folder / "good", model, options=given)
+        ),
+        "export_safetensors expects a path, got 5": (
+            lambda: export_safetensors(path, model)
+        ),
+    }
+    texts = {expected: message_of(call) for expected, call in calls.items()}
     save(folder / "after", model)
     return texts
 
@@ -225,21 +237,7 @@ def test_a_wrong_argument_on_one_rank_is_raised_on_all(
     first, second = ranks(2).run(check_wrong_arguments, tmp_path, timeout=20)
 
     assert first == second
-    for text, expected in zip(
-        first,
-        [
-            "save expects a module, got a str",
-            "save expects a module, got a str",
-            "load expects a module, got a str",
-            "save expects a path, got 5",
-            "load expects a path, got 5",
-            "save expects keep=None or a number from 1, got '2'",
-            "save expects options=SaveOptions(..), got {'keep': 2}",
-            "load expects options=LoadOptions(..), got {'keep': 2}",
-            "export_safetensors expects a path, got 5",
-        ],
-        strict=True,
-    ):
+    for expected, text in first.items():
         assert text.startswith("TypeError: On rank 1: ")
-        assert expected in text
+        assert expected.removeprefix("async: ") in text
     assert sorted(os.listdir(tmp_path)) == ["after", "good"]

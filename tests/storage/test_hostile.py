@@ -126,18 +126,23 @@ def test_dcp_metadata_cannot_change_torchs_classes(dcp: Path, name: str) -> None
     assert not hasattr(getattr(metadata_classes, name), "poisoned")
 
 
-@pytest.mark.req("X-21")
-def test_a_hostile_dcp_entry_is_refused_and_not_run(dcp: Path, trace: Path) -> None:
-    """A saved object, such as a learning rate, that is a pickle of something else."""
+def put_entry(dcp: Path, value: object) -> None:
+    """Save ``value`` in the place of a learning rate."""
     metadata: Any = FileSystemReader(dcp).read_metadata()
     data = io.BytesIO()
-    torch.save(Payload(trace), data)
+    torch.save(value, data)
     (dcp / "__0_1.distcp").write_bytes(data.getvalue())
     for index, place in metadata.storage_data.items():
         if index.fqn == "optim.param_groups.0.lr":
             place.relative_path, place.offset = "__0_1.distcp", 0
             place.length = len(data.getvalue())
     (dcp / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.req("X-21")
+def test_a_hostile_dcp_entry_is_refused_and_not_run(dcp: Path, trace: Path) -> None:
+    """A saved object, such as a learning rate, that is a pickle of something else."""
+    put_entry(dcp, Payload(trace))
 
     message = refusal(dcp)
 
@@ -274,17 +279,10 @@ def test_a_call_that_claims_bytes_allocates_none(
     dcp: Path, tmp_path: Path, kind: str
 ) -> None:
     """torch's restricted reader makes a bytearray of any size for a few bytes."""
-    bad, data = tmp_path / "bad.pt", io.BytesIO()
+    bad = tmp_path / "bad.pt"
     torch.save({**sample(), "extra": Claim()}, bad)
     if kind == "dcp":
-        torch.save(Claim(), data)
-        metadata: Any = FileSystemReader(dcp).read_metadata()
-        (dcp / "__0_1.distcp").write_bytes(data.getvalue())
-        for index, place in metadata.storage_data.items():
-            if index.fqn == "optim.param_groups.0.lr":
-                place.relative_path, place.offset = "__0_1.distcp", 0
-                place.length = len(data.getvalue())
-        (dcp / ".metadata").write_bytes(pickle.dumps(metadata))
+        put_entry(dcp, Claim())
 
     tracemalloc.start()
     try:

@@ -69,10 +69,7 @@ Pair = tuple[Any, optim.Optimizer]
 
 
 def trained(world: World, seed: int, *, shape: bool = False) -> Pair:
-    """A mixture after two steps; the options and scalars of the expert are its own.
-
-    ``shape``: the experts of ranks differ in shape, too.
-    """
+    """A mixture after two steps; the options and scalars of the expert are its own."""
     model = Mixture(world.rank, seed, 4 + world.rank * shape)
     experts, norm = list(model.experts.parameters()), list(model.norm.parameters())
     fully_shard(model, ignored_states=[*experts, *norm])

@@ -122,15 +122,9 @@ def _warm(optimizer: optim.Optimizer) -> list[lr_scheduler.LRScheduler]:
 
 SCHEDULERS: dict[str, Made] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda at: 0.9**at),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3, 3, 7]),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, _warm(o), [2]),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 8),
     "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(_warm(o)),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3),
-    "CosineAnnealingWarmRestarts": (
-        lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3)
-    ),
     "SWALR": lambda o: optim.swa_utils.SWALR(o, 0.05, anneal_epochs=6),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=12),
 }

@@ -14,8 +14,9 @@ from composable_fsdp import fully_shard, load, optim_state_dict, save
 from composable_fsdp.storage import export_safetensors
 from composable_fsdp.storage.native import NativeSource
 from tests.support.models import tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
-from tests.support.sharded import RankCount, message_of
+from tests.support.sharded import message_of
 from tests.support.world import World
 
 
@@ -99,12 +100,17 @@ def inner(model: Quantised) -> dict[str, Tensor]:
     }
 
 
-def round_trip(world: World, folder: Path) -> None:
+@pytest.mark.req("K-02")
+@on_ranks(2)
+def test_tensors_inside_of_others_come_back_where_they_were(
+    world: World, tmp_path: Path
+) -> None:
+    """Frozen, in a buffer, and in two levels; never by the address of the outer."""
     model, optim = make(1)
     expected = {name: value.clone() for name, value in inner(model).items()}
-    save(folder / "new", model, optim)
+    save(tmp_path / "new", model, optim)
     again, other = make(2)
-    load(folder / "new", again, other)
+    load(tmp_path / "new", again, other)
 
     found = inner(again)
     for name, value in expected.items():
@@ -117,7 +123,7 @@ def round_trip(world: World, folder: Path) -> None:
         # A rank without rows of a parameter has no state of it.
         assert state.keys() == moments.keys()
         assert all(torch.equal(state[key], moments[key]) for key in moments)
-    with NativeSource(folder / "new") as source:
+    with NativeSource(tmp_path / "new") as source:
         assert source.manifest.version == 1
         assert set(expected) < set(source.model)
         assert set(source.wrappers) == {"base", "base.scale", "table"}
@@ -127,43 +133,32 @@ def round_trip(world: World, folder: Path) -> None:
 
 
 @pytest.mark.req("K-02")
-def test_tensors_inside_of_others_come_back_where_they_were(
-    ranks: RankCount, tmp_path: Path
+@on_ranks(2)
+def test_a_wrapper_that_cannot_be_stored_is_refused_on_all_ranks(
+    world: World, tmp_path: Path
 ) -> None:
-    """Frozen, in a buffer, and in two levels; never by the address of the outer."""
-    ranks(2).run(round_trip, tmp_path)
-
-
-def refused(world: World, folder: Path) -> list[str]:
-    """Ranks with other values; tensors made anew; state of a wrapper; live exports."""
+    """By name, before a file is written."""
     model = Quantised(1)
     texts = []
     if world.rank:
         model.base.codes.add_(1)  # type: ignore[attr-defined]  # of Rows
-    texts.append(message_of(lambda: save(folder / "a", model)))
-    anew = Quantised(1, kind=Forgetful)
-    texts.append(message_of(lambda: save(folder / "b", anew)))
+    texts.append(message_of(lambda: save(tmp_path / "a", model)))
+    forgetful = Quantised(1, kind=Forgetful)
+    texts.append(message_of(lambda: save(tmp_path / "b", forgetful)))
     same = Quantised(1)
     optim = torch.optim.SGD(same.parameters(), lr=0.1)
     optim.state[same.base]["mean"] = torch.zeros(6)
-    texts.append(message_of(lambda: save(folder / "c", same, optim)))
-    texts.append(message_of(lambda: export_safetensors(folder / "d", same)))
+    texts.append(message_of(lambda: save(tmp_path / "c", same, optim)))
+    texts.append(message_of(lambda: export_safetensors(tmp_path / "d", same)))
     if world.rank == 0:
-        assert not list(folder.iterdir())
-    return texts
+        assert not list(tmp_path.iterdir())
+    (values, anew, state, export) = texts
 
-
-@pytest.mark.req("K-02")
-def test_a_wrapper_that_cannot_be_stored_is_refused_on_all_ranks(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """By name, before a file is written."""
-    for values, anew, state, export in ranks(2).run(refused, tmp_path):
-        assert "Parameter 'base.codes', in no unit, is not the same" in values
-        assert "'base' is a tests.storage.test_wrappers.Forgetful, which makes" in anew
-        assert "tensor 'floats' anew when asked" in anew
-        assert "test_wrappers.Rows, which wraps other tensors; its optimizer" in state
-        assert "'base' is a tests.storage.test_wrappers.Rows, which wraps" in export
+    assert "Parameter 'base.codes', in no unit, is not the same" in values
+    assert "'base' is a tests.storage.test_wrappers.Forgetful, which makes" in anew
+    assert "tensor 'floats' anew when asked" in anew
+    assert "test_wrappers.Rows, which wraps other tensors; its optimizer" in state
+    assert "'base' is a tests.storage.test_wrappers.Rows, which wraps" in export
 
 
 class Half(Tensor):
@@ -228,8 +223,12 @@ class Mute(Momentum):
     kind = Half
 
 
-def check_saved(world: World, folder: Path) -> str:
-    """What a process that wrote past the end of memory could not return."""
+@pytest.mark.req("P-16")
+@on_ranks(2)
+def test_quantised_state_is_saved_as_the_values_it_stands_for(
+    world: World, tmp_path: Path
+) -> None:
+    """And refused by name where it cannot say them; to read its memory would crash."""
     model, plain = fully_shard(tiny_mlp()), fully_shard(tiny_mlp())
     ours = Momentum(model.parameters(), lr=0.1, momentum=0.9)
     reference = optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
@@ -239,10 +238,10 @@ def check_saved(world: World, folder: Path) -> str:
             optimizer.step()
             optimizer.zero_grad()
     expected = optim_state_dict(plain, reference)["state"]
-    save(folder / "new", model, ours)
+    save(tmp_path / "new", model, ours)
     fresh = Momentum(model.parameters(), lr=0.1, momentum=0.9)
     for optimizer in (fresh, ours):
-        load(folder / "new", model, optimizer)
+        load(tmp_path / "new", model, optimizer)
         found = optim_state_dict(model, optimizer)["state"]
         for name, values in expected.items():
             assert torch.equal(
@@ -253,14 +252,7 @@ def check_saved(world: World, folder: Path) -> str:
 
     mute = Mute(model.parameters(), lr=0.1, momentum=0.9)
     mute.step()
-    return message_of(lambda: save(folder / "mute", model, mute))
+    text = message_of(lambda: save(tmp_path / "mute", model, mute))
 
-
-@pytest.mark.req("P-16")
-def test_quantised_state_is_saved_as_the_values_it_stands_for(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """And refused by name where it cannot say them; to read its memory would crash."""
-    for text in ranks(2).run(check_saved, tmp_path):
-        assert text.startswith("CheckpointError: ")
-        assert "Mute's state 'momentum_buffer' is a Half, which wraps" in text
+    assert text.startswith("CheckpointError: ")
+    assert "Mute's state 'momentum_buffer' is a Half, which wraps" in text

@@ -117,3 +117,18 @@ class ModelRecipe(_Short):
     def replicated_paths(self) -> list[str]:
         """Return the paths below the root that carry the ``replicate`` mark."""
         return [path for path, node in self.places() if path and node.replicate]
+
+
+ODD = ModelRecipe(
+    ModuleRecipe(
+        children=(
+            ModuleRecipe("mlp", "up", frozen=1),
+            ModuleRecipe("scalar", "scale"),
+            ModuleRecipe("zero", "none"),
+            ModuleRecipe("tiny", "one"),
+        )
+    ),
+    width=5,
+    sharded=("up",),
+)
+"""For an ``@example``: the everyday run draws few models, of which one is the least."""

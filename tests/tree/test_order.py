@@ -20,17 +20,6 @@ def recorded(units: str) -> Any:
 
 
 @pytest.mark.req("D-02", "S1-40")
-def test_the_first_unit_used_again_keeps_its_first_place() -> None:
-    """A second use is a second entry; nothing moves to the end."""
-    order = recorded("aba")
-
-    assert order.uses == ["a", "b", "a"]
-    assert order.add("a") == 3
-    assert order.before(2) == "b"
-    assert order.before(1) == "a"
-
-
-@pytest.mark.req("D-02")
 @given(units=st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
 def test_walking_back_gives_the_uses_in_reverse(units: list[str]) -> None:
     """From each use, the unit before is the nearest earlier one that is another."""

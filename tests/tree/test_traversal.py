@@ -9,13 +9,12 @@ from torch import nn
 
 from composable_fsdp import FullyShardedDataParallel, ModuleWrapPolicy, fully_shard
 from composable_fsdp.compose.registry import set_state
-from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
+from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import (
     _get_fsdp_handles,
     _get_fsdp_root_states,
     _get_fsdp_states,
     _get_fsdp_states_with_modules,
-    walk_states,
 )
 from tests.planning.trees import linears
 from tests.support.models import TinyBlock, TinyGPT
@@ -28,20 +27,6 @@ def gpt(layers: int = 2) -> TinyGPT:
     for block in reversed(model.blocks):
         fully_shard(block)
     return fully_shard(model)
-
-
-@pytest.mark.req("S1-17", "S1-11")
-def test_states_come_in_the_order_of_modules_with_their_modules(
-    one_rank: World,
-) -> None:
-    """Not the order of application: root, then left to right."""
-    model = gpt(3)
-
-    states, modules = _get_fsdp_states_with_modules(model)
-
-    assert modules == [model, *model.blocks]
-    assert [fully_shard.state(module) for module in modules] == states
-    assert [state.module for state in states] == modules
 
 
 @pytest.mark.req("S1-21")
@@ -69,15 +54,6 @@ def test_the_wrappers_list_of_units_is_the_traversals(one_rank: World) -> None:
 
     assert [fully_shard.state(each.module) for each in found] == _get_fsdp_states(model)
     assert len(found) == 3
-
-
-@pytest.mark.req("S1-17")
-def test_a_module_at_two_places_is_yielded_once_at_the_first(one_rank: World) -> None:
-    """The name is that of the first place."""
-    shared = fully_shard(nn.Linear(2, 2))
-    model = nn.Sequential(nn.Sequential(shared), shared)
-
-    assert [(fqn, owner) for fqn, owner, _ in walk_states(model)] == [("0.0", shared)]
 
 
 @pytest.mark.req("S1-16", "S1-19")
@@ -108,18 +84,6 @@ def test_a_tree_deeper_than_python_recurses_is_sharded(one_rank: World) -> None:
     fully_shard(model)
 
     assert [state.module for state in _get_fsdp_states(model)] == [model]
-
-
-@pytest.mark.req("S1-30")
-def test_every_submodule_leads_to_its_nearest_owner(one_rank: World) -> None:
-    """Norms and activations too, and containers between units."""
-    model = gpt()
-    root, first, second = _get_fsdp_states(model)
-
-    assert _get_module_fsdp_state(model.norm) is root
-    assert _get_module_fsdp_state(model.blocks) is root
-    assert {_get_module_fsdp_state(m) for m in model.blocks[0].modules()} == {first}
-    assert {_get_module_fsdp_state(m) for m in model.blocks[1].modules()} == {second}
 
 
 def test_states_declare_all_their_fields() -> None:
