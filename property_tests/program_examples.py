@@ -103,6 +103,17 @@ EXAMPLES: dict[str, list[Program]] = {
         below(Part(core="lstm"), Part(core="gru"), low=low, strategy=strategy)
         for low, strategy in ((True, FULL), (False, HALF), (False, FULL))
     ],
+    "modules whose weights are computed, and a packed sequence": [
+        below(Part(core="weightnorm"), Part(form="packed"), Part(core="orthogonal")),
+    ],
+    "a gradient that is the memory of the weights": [
+        below(
+            Part(core="gives_itself"), do="forward 0; backward 0 no_sync; train 1; step"
+        )
+    ],
+    "weights that a unit returns": [
+        below(Part(form="weight_too"), Part(core="mul", form="weight_too"))
+    ],
     "gradients of a shard group that wait for the replicas": [
         case(
             Part(),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from property_tests.soak import STEPS, Counts, Soak, action_of, counts, grown, soak
-from tests.support.world import RankPool, World
+from property_tests.soak import STEPS, action_of, grown, soak
+from tests.support.world import RankPool
 
 RankCount = Callable[[int], RankPool]
 CYCLE = 20
@@ -35,21 +35,3 @@ def test_nothing_grows_over_steps_with_faults(
 
     for each in found:
         assert grown(each) == {}
-
-
-def raise_often(world: World, folder: str, times: int) -> tuple[Counts, Counts]:
-    """Raise in each forward, and never end one."""
-    machine = Soak(world, SEED, folder)
-    step = next(n for n in range(99) if action_of(SEED, n) == "raise_in_forward")
-    machine.take(step)
-    machine.take(step)
-    before = counts(world)
-    for _ in range(times):
-        machine.take(step)
-    return before, counts(world)
-
-
-def test_forwards_that_all_raise_leave_no_key(ranks: RankCount, tmp_path: Path) -> None:
-    """As of a script that leaves each forward at a layer by an exception."""
-    for before, after in ranks(2).run(raise_often, str(tmp_path), 8):
-        assert after["keys of the store"] == before["keys of the store"]

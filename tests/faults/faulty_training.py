@@ -1,6 +1,6 @@
 """A training program with a fault, over this package or over torch's FSDP2.
 
-Ranks of torchrun, or of ``tests.faults.launch``, run this file::
+Ranks of torchrun, or of ``tests.support.scripts``, run this file::
 
     torchrun --nproc-per-node 2 -m tests.faults.faulty_training kill-in-backward
     torchrun --nproc-per-node 2 -m tests.faults.faulty_training --library torch swap
@@ -124,11 +124,6 @@ def in_backward(program: Program, hook: Callable[..., None]) -> None:
     program.model.get_submodule("blocks.1.0.inner").register_forward_hook(watch)
 
 
-def in_step(program: Program, hook: Callable[..., None]) -> None:
-    """Call ``hook`` when the optimizer begins its step."""
-    program.optimizer.register_step_pre_hook(hook)
-
-
 def before_call(hook: Callable[..., None]) -> None:
     """Call ``hook`` while the other ranks are in a state dict for some time."""
     time.sleep(1.0)
@@ -162,7 +157,6 @@ def ended(program: Program) -> None:
 AT_STEP: dict[str, Callable[[Program], None]] = {
     "kill-between-gathers": lambda p: between_gathers(p, send(signal.SIGKILL)),
     "kill-in-backward": lambda p: in_backward(p, send(signal.SIGKILL)),
-    "kill-in-step": lambda p: in_step(p, send(signal.SIGKILL)),
     "kill-in-save": in_save,
     "raise-in-backward": lambda p: in_backward(p, refuse),
     "swap": route(0, 2, 1),

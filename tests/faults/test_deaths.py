@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from composable_fsdp import verify
-from tests.faults.launch import launch
+from tests.faults.blocks import train_faulty
 from tests.support import seam
 from tests.support.short_waits import shorten_waits
 
@@ -39,14 +39,13 @@ def raised(text: str) -> str:
             "kill-in-backward",
             r"(reduce-scatter|all-gather) of 'blocks\.[012]' \(backward",
         ),
-        ("kill-in-step", r"all-gather of 'blocks\.0' \(forward"),
     ],
 )
 def test_ranks_that_outlive_a_kill_name_unit_and_operation(
     tmp_path: Path, fault: str, collective: str
 ) -> None:
     """They raise at once, not at the time-out, also out of gloo's reduce-scatter."""
-    *living, dead = launch(fault, ranks=3, folder=tmp_path)
+    *living, dead = train_faulty(fault, ranks=3, folder=tmp_path)
 
     assert dead.status == -signal.SIGKILL
     for rank, ended in enumerate(living):
@@ -71,13 +70,13 @@ def test_training_that_is_killed_again_and_again_is_that_of_an_unbroken_run(
     steps = 4 * len(faults) + 4
     asked = ("--steps", str(steps))
     (whole := tmp_path / "whole").mkdir()
-    expected = losses_in(launch("none", *asked, ranks=2, folder=whole)[0].output)
+    expected = losses_in(train_faulty("none", *asked, ranks=2, folder=whole)[0].output)
     saves, store = tmp_path / "saves", seam.tcp_store()
 
     found: dict[int, float] = {}
     for number, fault in enumerate([*faults, "none"], start=1):
         at, folder = str(4 * number), str(saves)
-        first, last = launch(
+        first, last = train_faulty(
             *(fault, *asked, "--at", at, "--folder", folder),
             ranks=2,
             folder=tmp_path,
@@ -97,7 +96,7 @@ def test_training_that_is_killed_again_and_again_is_that_of_an_unbroken_run(
 @pytest.mark.req("X-16")
 def test_a_rank_without_further_batches_is_named(tmp_path: Path) -> None:
     """The others raise when it ends, and say that it has ended."""
-    first, last = launch("fewer-batches", ranks=2, folder=tmp_path)
+    first, last = train_faulty("fewer-batches", ranks=2, folder=tmp_path)
 
     assert last.status == 0
     assert first.status == 1
@@ -111,7 +110,7 @@ def test_a_rank_without_further_batches_is_named(tmp_path: Path) -> None:
 @pytest.mark.req("X-06")
 def test_a_rank_that_raises_tells_the_others_why(tmp_path: Path) -> None:
     """The errors of the others quote its error, which nobody caught."""
-    first, last = launch("raise-in-backward", ranks=2, folder=tmp_path)
+    first, last = train_faulty("raise-in-backward", ranks=2, folder=tmp_path)
 
     assert (first.status, last.status) == (1, 1)
     assert last.output.rstrip().endswith("ValueError: a bad sample")
@@ -125,7 +124,7 @@ def test_a_rank_that_raises_tells_the_others_why(tmp_path: Path) -> None:
 def test_ranks_that_never_meet_both_say_so(tmp_path: Path) -> None:
     """The sockets of the first to end close before the other has read why: it raises
     the proof all the same, and not the error of the sockets."""
-    first, last = launch("swap", ranks=2, folder=tmp_path, before=shorten_waits)
+    first, last = train_faulty("swap", ranks=2, folder=tmp_path, before=shorten_waits)
 
     departs = "DesyncError: In forward 3, at use 1, this rank runs 'blocks.2'"
     assert raised(last.output).startswith(departs)
@@ -142,7 +141,7 @@ def test_ranks_that_never_meet_both_say_so(tmp_path: Path) -> None:
 def test_a_block_that_one_rank_leaves_out_is_named(tmp_path: Path) -> None:
     """As an expert without tokens: the rank says what it runs instead, and of what."""
     asked, instead = ("skip-a-block", "--timeout", "40"), "runs 'blocks.2' of 144"
-    first, last = launch(*asked, ranks=2, folder=tmp_path, before=shorten_waits)
+    first, last = train_faulty(*asked, ranks=2, folder=tmp_path, before=shorten_waits)
 
     assert (first.status, last.status) == (1, 1)
     text = raised(last.output)
@@ -157,7 +156,7 @@ def test_a_block_that_one_rank_leaves_out_is_named(tmp_path: Path) -> None:
 def test_a_backward_that_one_rank_leaves_out_is_named(tmp_path: Path) -> None:
     """The rank that goes on to its next forward is told who waits, and where."""
     asked = ("no-backward", "--timeout", "40")
-    both = launch(*asked, ranks=2, folder=tmp_path, before=shorten_waits)
+    both = train_faulty(*asked, ranks=2, folder=tmp_path, before=shorten_waits)
 
     assert [each.status for each in both] == [1, 1]
     for each in both:

@@ -110,10 +110,7 @@ def change_alone(
     ("name", "steps", "strategy", "world_size"),
     [
         ("hook", 4, "FULL_SHARD", 2),
-        ("forward prefetch", 4, "FULL_SHARD", 2),
-        ("reshard after backward", 1, "FULL_SHARD", 3),
         ("divide factor", 1, "HYBRID_SHARD", 4),
-        ("freeze", 1, "NO_SHARD", 2),
         ("freeze", 4, "FULL_SHARD", 2),
     ],
 )

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from composable_fsdp import (
     CPUOffload,
     MixedPrecision,
-    ShardingStrategy,
     clip_grad_norm_,
     fully_shard,
     get_full_param,
@@ -49,18 +48,13 @@ from tests.features.test_capture import Recorder, Trainee, inputs
 from tests.parallel import experts
 from tests.parallel import models as tp
 from tests.parallel import test_experts as moe
-from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.models import tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
-    PATHS,
-    STRATEGIES,
     adamw,
-    assert_same_training,
     backward,
     gpt_input,
     loss_of,
-    sgd,
-    train_reference,
 )
 from tests.support.sharded import gpt
 from tests.support.world import RankPool, World
@@ -104,25 +98,6 @@ def train(
         optimizer.zero_grad()
         doze(model, optimizer, keep="none")
     return losses
-
-
-@pytest.mark.req("M-10")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@pytest.mark.parametrize("optimize", [adamw, sgd], ids=lambda f: f.__name__)
-@on_ranks(1, 2)
-def test_training_with_naps_is_that_of_the_plain_model(
-    world: World, path: str, strategy: ShardingStrategy, optimize: Any
-) -> None:
-    """Bit by bit, with gradients and states that sleep, too."""
-    plain = TinyGPT()
-    expected = train_reference(plain, world.world_size, gpt_input, optimize)
-    model = gpt(path, strategy=strategy)
-
-    losses = train(model, optimize(model.parameters()), world.rank, naps=True)
-
-    mine = [step[world.rank] for step in expected]
-    assert_same_training(model, plain, losses, mine)
 
 
 def fused(model: nn.Module) -> Optimizer:

@@ -70,12 +70,6 @@ def on_meta(mesh: DeviceMesh) -> Model:
     return parallel(Recipe().plain().to("meta"), mesh)
 
 
-def assigned(model: Model, mesh: DeviceMesh) -> Model:
-    sharded(model, mesh)
-    model.load_state_dict(Recipe().plain().state_dict(), assign=True)
-    return model
-
-
 def fill(module: nn.Module) -> None:
     """Give a module's own parameters memory and values."""
     module.to_empty(device="cpu", recurse=False)
@@ -99,7 +93,7 @@ def broadcast(model: Model, mesh: DeviceMesh) -> Model:
 
 
 @pytest.mark.req("M-01")
-@pytest.mark.parametrize("way", [assigned, initialised, broadcast])
+@pytest.mark.parametrize("way", [initialised, broadcast])
 @on_ranks(4)
 def test_dtensors_on_meta_train_once_they_have_values(world: World, way: Way) -> None:
     """Sharded on meta, a step is that of the plain model, however values came."""

@@ -272,14 +272,3 @@ def test_a_gradient_of_some_parameters_is_refused(one_rank: World) -> None:
         PhaseError, match=r"'first.weight' by inputs=.*turn the setting off"
     ):
         loss.backward(inputs=[model.first.weight])
-
-
-def test_what_is_frozen_after_the_forward_gets_no_gradient(one_rank: World) -> None:
-    """As with plain torch; the others do."""
-    model = fully_shard(nn.Linear(4, 3))
-    loss = model(torch.ones(2, 4)).sum()
-    bias = model.get_parameter("bias").requires_grad_(False)
-    backward(loss)
-
-    assert bias.grad is None
-    assert model.get_parameter("weight").grad is not None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
-from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -21,18 +20,13 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.runtime.forward import post_forward, pre_forward
-from composable_fsdp.tree import root as root_module
-from composable_fsdp.tree import traversal
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.support.models import TinyGPT, module_at, tiny_mlp
+from tests.support.models import module_at, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
-    PATHS,
     STRATEGIES,
     apply_units,
     backward,
-    gpt_input,
-    gpt_units,
     gradients_of,
     loss_of,
     wide_input,
@@ -85,25 +79,6 @@ def test_forward_and_backward_are_functions_on_a_state(world: World) -> None:
     torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 4))
     for p in module_at(model, "0").parameters():
         assert (p.grad is None) == (not p.numel())
-
-
-@pytest.mark.req("S1-03", "S1-06")
-@pytest.mark.parametrize("path", PATHS)
-@on_ranks(2)
-def test_the_tree_is_walked_in_the_first_step_only(world: World, path: str) -> None:
-    """Lazy initialization walks once; later steps, and prefetching, use caches."""
-    units = gpt_units(TinyGPT())
-    model = apply_units(TinyGPT(), units, path=path, forward_prefetch=True)
-    real, walks = traversal.walk_states, list[MagicMock]()
-    with ExitStack() as stack:
-        for place in (traversal, root_module):
-            spy = patch.object(place, "walk_states", side_effect=real)
-            walks.append(stack.enter_context(spy))
-        seen = []
-        for step in range(3):
-            backward(loss_of(model, gpt_input(step, world.rank)))
-            seen.append(sum(spy.call_count for spy in walks))
-    assert seen == [1, 1, 1]
 
 
 # ---- after a backward that raised ----

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import threading
@@ -312,54 +311,3 @@ def test_a_captured_first_step_meets_at_the_begin_and_end_of_a_round(
         *("at its beginning", "at its end"),
         *("at its beginning", "at its end"),
     ]
-
-
-def evaluate_and_skip(
-    world: World, path: str, first: int, *, everyone: bool
-) -> list[bool]:
-    """Five samples in evaluation, one of which ranks refuse half-way and skip."""
-    model, sharded = sharded_blocks(path)
-    plain = Blocks()
-    right = []
-
-    for index in range(5):
-        x = wide_input(WIDTH)(index, world.rank)
-        refuses = index == first and (everyone or world.rank == 1)
-        if refuses and not everyone:
-            # Nobody follows, so it need not wait long; until here it may have to.
-            os.environ[agreement.TIMEOUT_VARIABLE] = "0.2"
-        if refuses:
-            hook = model.blocks[1].register_forward_pre_hook(FAIL, prepend=True)
-        with torch.no_grad():
-            try:
-                right.append(torch.allclose(sharded(x), plain(x)))
-            except ZeroDivisionError:
-                assert refuses
-                hook.remove()
-    return right
-
-
-@pytest.mark.req("X-06")
-@pytest.mark.parametrize(("path", "first"), [(PATHS[0], 0), (PATHS[1], 3)])
-def test_a_sample_that_one_rank_skips_in_the_middle_is_told(
-    desync: Callable[..., str], path: str, first: int
-) -> None:
-    """The other rank waits in a collective, with which no other collective pairs."""
-    check = functools.partial(evaluate_and_skip, everyone=False)
-    text = desync(check, path, first)
-
-    assert f"begins forward {first + 2} after an exception that ended" in text
-    assert f"forward {first + 1} at use 2" in text
-    assert "Rank 0 did not come within 0.2 s." in text
-    assert "let the ranks agree" in text
-
-
-@pytest.mark.req("X-06")
-@pytest.mark.parametrize(("path", "first"), [(PATHS[0], 0), (PATHS[1], 3)])
-def test_a_sample_that_all_ranks_skip_is_skipped(
-    ranks: Callable[[int], RankPool], path: str, first: int
-) -> None:
-    """Every other output is right."""
-    check = functools.partial(evaluate_and_skip, everyone=True)
-
-    assert ranks(2).run(check, path, first) == [[True] * 4] * 2

@@ -117,7 +117,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.req("D-07", "B-04", "B-19", "S2-10")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda s: s.name)
@@ -204,7 +204,7 @@ def train_mixed(world: World, path: str, form: str) -> dict[str, tuple[int, int]
     }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.req("D-07", "B-22")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
