@@ -60,7 +60,6 @@ def piece(side: Side, index: int) -> Piece:
 
 
 def pick(side: Side, index: int) -> tuple[str, nn.Parameter] | None:
-    """One of the parameters, by name, so that both sides take the same one."""
     found = sorted(named(side.model).items())
     return found[index % len(found)] if found else None
 
@@ -280,7 +279,6 @@ def swap(side: Side, first: int, second: int) -> Seen:
 
 
 def freeze(side: Side, index: int) -> Seen:
-    """Flip ``requires_grad`` of one parameter, whose gradient stays."""
     if (found := pick(side, index)) is not None:
         found[1].requires_grad_(not found[1].requires_grad)
 
@@ -321,7 +319,6 @@ def freeze_all(side: Side, on: bool) -> Seen:
 
 
 def mode(side: Side, train: bool) -> Seen:
-    """Between a forward and its backward, maybe."""
     side.model.train(train)
 
 

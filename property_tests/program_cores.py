@@ -18,19 +18,16 @@ CORES: dict[str, Callable[[int], nn.Module]] = {}
 
 
 def core(make: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
-    """Enter a class under its name in lower case."""
     CORES[make.__name__.lower()] = make
     return make
 
 
 def on_grad(tensor: Tensor, hook: Hook) -> None:
-    """``tensor.register_hook``, which has no types."""
     untyped: Any = tensor
     untyped.register_hook(hook)
 
 
 def param(*shape: int, at: float = 0.0) -> nn.Parameter:
-    """A parameter with values around ``at``."""
     return nn.Parameter(at + 0.3 * torch.randn(shape))
 
 
@@ -201,7 +198,6 @@ class Tied(Linear):
 
 
 def line(name: str, compute: Callable[[Any, Tensor], Tensor]) -> None:
-    """Enter a core with the parameters of ``Linear`` that computes otherwise."""
     CORES[name] = type(name, (Linear,), {"forward": compute})
 
 
@@ -259,7 +255,6 @@ def holder(
     make: Callable[[int], nn.Module],
     compute: Compute = lambda m, x: torch.tanh(m(x)),
 ) -> None:
-    """Enter a core that adds what a module of torch makes of its input."""
     CORES[name] = lambda width: Holder(make(width), compute)
 
 

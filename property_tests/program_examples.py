@@ -24,7 +24,6 @@ def _argument(word: str) -> Any:
 
 
 def actions(text: str) -> tuple[Action, ...]:
-    """Read actions from text; parts between ``;`` may be empty."""
     lines = (part.split() for part in text.split(";") if part.strip())
     return tuple((name, *map(_argument, words)) for name, *words in lines)
 
@@ -37,13 +36,11 @@ def case(
     seed: int = 0,
     **options: Any,
 ) -> Program:
-    """A root with children; ``do`` is what the script does."""
     tree = replace(root, children=children)
     return Program(tree, width, seed, Options(**options), actions(do))
 
 
 def below(*parts: Part, **more: Any) -> Program:
-    """A root of its own parameters, an ordinary unit, and ``parts`` beside it."""
     return case(Part(), *parts, **more)
 
 
@@ -127,7 +124,7 @@ EXAMPLES: dict[str, list[Program]] = {
         case(
             *(Part(), Part(), Part()),
             do=f"prefetch forward 1 (2,3); prefetch backward 3 (2,1); {STEPS};"
-            f"prefetch forward 1 (); {STEPS}",
+            f"prefetch forward 1 (); {STEPS}; train 0 clip",
             second=second,
             factor=3.0,
         )

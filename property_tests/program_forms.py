@@ -72,14 +72,12 @@ WIDTH = [4]
 def form(
     name: str, give: Give, take: Take, bag: Callable[[], Any] = lambda: None
 ) -> None:
-    """Enter a form."""
     FORMS[name] = (give, take, bag)
 
 
 def returned(
     name: str, give: Callable[[Tensor], Any], take: Callable[[Any], Any]
 ) -> None:
-    """Enter a form that only has to do with what is returned."""
     form(name, lambda piece, x, y, bag: give(y), lambda call: take(call.result))
 
 

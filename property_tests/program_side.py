@@ -138,21 +138,17 @@ class Side:
         self.synced, self.filled = True, program.options.fill
 
     def inputs(self, batch: int) -> Tensor:
-        """The input of this side's rank."""
         generator = torch.Generator().manual_seed(100 * batch + self.rank)
         return torch.randn(3, self.program.width, generator=generator)
 
     def renew_optimizer(self) -> None:
-        """A new one of the kind that the program names."""
         self.make_optimizer(self.program.options.optimizer)
 
     def make_optimizer(self, kind: str) -> None:
-        """Go on with a new one."""
         groups = self.program.options.groups
         self.kind, self.optimizer = kind, optimizer_of(kind, self.model, groups)
 
     def comparable(self, unit: str) -> bool:
-        """Whether the unit owns all that is below it: no place of a shared module."""
         return all(part.again is None for part in self.program.parts())
 
 
@@ -272,7 +268,6 @@ def wrap(model: nn.Module, how: str) -> None:
 
 
 def ranks_of(name: str, options: Options, world: World) -> dict[str, Any]:
-    """A strategy, and the mesh that it needs."""
     mesh = mesh_of(world, options.replicas) if "HYBRID" in name else None
     return {"strategy": ShardingStrategy[name], "device_mesh": mesh}
 

@@ -19,7 +19,6 @@ AHEAD = st.lists(INDEX, max_size=3).map(tuple)
 
 
 def often(first: str, words: list[str]) -> st.SearchStrategy[str]:
-    """Draw ``first`` half of the time; shrinks to it."""
     return st.one_of(st.just(first), st.sampled_from(words))
 
 

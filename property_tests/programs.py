@@ -348,7 +348,6 @@ def attempt(function: Any, *arguments: Any) -> tuple[Any, Exception | None]:
 
 
 def tell(error: Exception | None) -> str:
-    """An error in one line, without the rank at its end."""
     text = f"{type(error).__name__}: {error}" if error is not None else "nothing"
     return re.sub(r" \[rank \d+\]$", "", text)
 

@@ -58,7 +58,6 @@ def places_of(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
 
 
 def names_of(model: nn.Module, parameter: nn.Parameter) -> tuple[str, ...]:
-    """Return all names of ``parameter``."""
     every = model.named_parameters(remove_duplicate=False)
     return tuple(name for name, each in every if each is parameter)
 
@@ -149,7 +148,6 @@ def edit(
 
 
 def check_faults(world: World, faults: list[Fault]) -> list[Found]:
-    """Shard each model, with the change on the last rank, and save it."""
     return [check_fault(world, fault) for fault in faults]
 
 

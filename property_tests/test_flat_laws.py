@@ -57,7 +57,6 @@ OPTIONS = st.fixed_dictionaries(
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW that leaves what has no gradient as it is."""
     group = [{"params": list(parameters)}]
     return torch.optim.AdamW(group, lr=0.05, eps=1e-3, weight_decay=0.0)
 

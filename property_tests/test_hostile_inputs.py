@@ -91,7 +91,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 def made(name: str) -> Case:
-    """A ``torch.save`` file with an odd value."""
     return "tree", "torch", [("set", 0, 1, ("make", name))]
 
 

@@ -64,7 +64,6 @@ class Tied:
 
     @property
     def owner(self) -> str | None:
-        """The unit that is the nearest above every name; None if there is no such."""
         nearest = {chain[-1] for chain in self.chains}
         return nearest.pop() if len(nearest) == 1 else None
 

@@ -69,7 +69,6 @@ def fsdp1_units(
 
 
 def some_of(model: nn.Module, recipe: ModelRecipe) -> frozenset[nn.Module]:
-    """The drawn modules with all below them."""
     return walk.subtrees(module_at(model, path) for path in recipe.sharded)
 
 

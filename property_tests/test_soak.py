@@ -27,7 +27,7 @@ def test_nothing_grows_over_steps_with_faults(
     """Memory, objects, keys of the store, threads and open files, on both paths."""
     assert {action_of(SEED, step) for step in range(CYCLE)} == set(STEPS)
     # Fewer than 15 counts cannot tell growth from noise.
-    every = max(1, min(50, LONG // 15)) if LONG else 10
+    every = max(1, min(50, LONG // 15)) if LONG else CYCLE
     steps, cycle = (LONG, LONG) if LONG else (3 * CYCLE, CYCLE)
 
     run = soak, SEED, steps, every, str(tmp_path), cycle

@@ -23,7 +23,6 @@ TREES = model_recipes(features=FEATURES - {"replicate"})
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[World]:
-    """One group for all examples: making one costs more than an example."""
     with single_rank_group() as world:
         yield world
 

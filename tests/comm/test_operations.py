@@ -124,7 +124,6 @@ class EndsAtTheLimit:
             raise RuntimeError(self.error)
 
     def is_completed(self) -> bool:
-        """Between the first wait and this question the collective has completed."""
         return True
 
 

@@ -32,7 +32,6 @@ class Event:
         self.reached, self.asked = reached, 0
 
     def query(self) -> bool:
-        """Count the question."""
         self.asked += 1
         return self.reached
 
@@ -55,7 +54,6 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[OperationLog]:
 
 
 def mark(log: OperationLog, *events: Event) -> None:
-    """Put an event behind each operation."""
     for operation, event in zip(log.operations, events, strict=True):
         log.marks[event] = operation.number
 

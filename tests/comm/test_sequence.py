@@ -21,16 +21,13 @@ class Log(OrderLog):
         self.made: list[str] = []
 
     def _exchange(self, at: str, values: Sequence[object]) -> None:
-        """All ranks come here."""
         self.made.append({BEGIN: "begin", END: "round"}.get(at, "use"))
 
     def _announce(self, at: str, *_: object, **__: object) -> None:
-        """A use or a begin is not the expected one."""
         self.made.append("depart begin" if at == BEGIN else "depart")
 
 
 def made(log: Log) -> list[str]:
-    """The comparisons since the last call."""
     found, log.made = log.made, []
     return found
 

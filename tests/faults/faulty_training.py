@@ -54,7 +54,6 @@ class Layer(nn.Module):
         self.outer: nn.Module = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, WIDTH)`` to the same."""
         result: Tensor = self.outer(self.inner(x))
         return result
 
@@ -106,12 +105,10 @@ def send(number: signal.Signals) -> Callable[..., None]:
 
 
 def refuse(*_: object) -> None:
-    """Raise, as a module does that does not like its input."""
     raise ValueError("a bad sample")
 
 
 def between_gathers(program: Program, hook: Callable[..., None]) -> None:
-    """Call ``hook`` in forward, when the second block has its weights."""
     program.model.get_submodule("blocks.1.0").register_forward_pre_hook(hook)
 
 
@@ -125,7 +122,6 @@ def in_backward(program: Program, hook: Callable[..., None]) -> None:
 
 
 def before_call(hook: Callable[..., None]) -> None:
-    """Call ``hook`` while the other ranks are in a state dict for some time."""
     time.sleep(1.0)
     hook()
 
@@ -150,7 +146,6 @@ def route(*order: int) -> Callable[[Program], None]:
 
 
 def ended(program: Program) -> None:
-    """Have no more batches."""
     sys.exit(0)
 
 

@@ -19,7 +19,6 @@ LOSS = re.compile(r"^step (\d+) loss (\S+)$", re.MULTILINE)
 
 
 def losses_in(text: str) -> dict[int, float]:
-    """Losses by step, of what a rank printed."""
     return {int(step): float(loss) for step, loss in LOSS.findall(text)}
 
 

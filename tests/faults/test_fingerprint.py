@@ -48,7 +48,6 @@ NO_SHARD = ShardingStrategy.NO_SHARD
 
 
 def agreed(outcomes: list[Outcome]) -> Outcome:
-    """Return the outcome, which must be that of every rank."""
     assert all(each == outcomes[0] for each in outcomes), outcomes
     return outcomes[0]
 

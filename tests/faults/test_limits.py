@@ -44,12 +44,10 @@ def test_one_unit_of_hundreds_of_modules_trains() -> None:
 
 
 def transposed(module: nn.Linear) -> None:
-    """A weight whose rows are not adjacent in memory."""
     module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
 
 
 def expanded(module: nn.Linear) -> None:
-    """A weight whose columns share memory."""
     module.weight = nn.Parameter(module.weight.detach()[:, :1].expand(8, 8))
 
 

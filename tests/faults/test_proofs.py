@@ -25,7 +25,6 @@ class Refused(Exception):
 
 
 def refuse(*_: object) -> None:
-    """Raise, as a module does that does not like its input."""
     raise Refused
 
 

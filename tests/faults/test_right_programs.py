@@ -58,13 +58,11 @@ def layers(group: dist.ProcessGroup | None, **options: Any) -> nn.Module:
 
 
 def train(model: nn.Module, steps: int = 3) -> None:
-    """Some forwards and backwards."""
     for _ in range(steps):
         model(torch.ones(2, 8)).sum().backward()
 
 
 def late(rank: int, who: int = 1) -> None:
-    """Sleep on the rank ``who``."""
     if rank == who:
         time.sleep(LATE)
 

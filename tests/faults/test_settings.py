@@ -87,10 +87,7 @@ SETTINGS: dict[str, tuple[Callable[[Blocks], None], str]] = {
 def change_alone(
     world: World, name: str, steps: int, strategy: str
 ) -> tuple[str, float]:
-    """After ``steps`` steps the last rank changes a setting.
-
-    Returns: the error of this rank in the next steps, and its time.
-    """
+    """After ``steps`` steps the last rank changes a setting."""
     shorten_waits()
     model = sharded(strategy)
     # The first call makes groups, with all ranks; the next sends nothing.

@@ -70,7 +70,6 @@ class Lion(Optimizer):
 
 
 def groups(params: Params) -> list[dict[str, Any]]:
-    """Two groups over all units, with rates of their own."""
     every = list(params)
     return [{"params": every[::2], "lr": 0.03}, {"params": every[1::2]}]
 
@@ -109,7 +108,6 @@ def test_training_is_that_of_the_plain_optimizer(
 
 
 def states_of(optimizer: Optimizer, p: Tensor) -> list[Tensor]:
-    """The states of a parameter that have its shape."""
     return [v for v in optimizer.state[p].values() if v.dim()]
 
 

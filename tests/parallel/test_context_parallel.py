@@ -74,12 +74,10 @@ def model_of(group: dist.ProcessGroup | None) -> nn.Sequential:
 
 
 def named_mesh(names: str, shape: tuple[int, ...]) -> DeviceMesh:
-    """A mesh of all ranks."""
     return init_device_mesh("cpu", shape, mesh_dim_names=tuple(names.split(", ")))
 
 
 def sequences(step: int) -> Tensor:
-    """The batch of all ranks."""
     torch.manual_seed(step)
     return torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)
 
@@ -100,7 +98,6 @@ def train(model: nn.Module, rows: slice, columns: slice) -> list[float]:
 
 
 def part(length: int, index: int, count: int) -> slice:
-    """The part ``index`` of ``count`` equal parts."""
     return slice(index * length // count, (index + 1) * length // count)
 
 

@@ -66,7 +66,6 @@ def parallel(model: Model, mesh: DeviceMesh, **changed: Any) -> Model:
 
 
 def on_meta(mesh: DeviceMesh) -> Model:
-    """Return the model on meta, cut over ``tp``."""
     return parallel(Recipe().plain().to("meta"), mesh)
 
 

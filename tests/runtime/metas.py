@@ -11,13 +11,11 @@ from tests.support.models import TinyGPT
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    """The model that ``make`` builds, without values."""
     with torch.device("meta"):
         return make()
 
 
 def tied_gpt() -> nn.Module:
-    """The same with a head that is its embedding."""
     return TinyGPT(width=6, vocab=13, tied_head=True)
 
 
@@ -33,7 +31,6 @@ def fill(module: nn.Module, start: int = 0) -> None:
 
 
 def fill_from_meta(module: nn.Module) -> None:
-    """A ``param_init_fn``: memory first, then numbers."""
     module.to_empty(device="cpu", recurse=False)
     fill(module)
 

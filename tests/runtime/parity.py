@@ -39,10 +39,7 @@ def trains_as(
     clip: float | None = None,
     norm_type: float = 2.0,
 ) -> None:
-    """Three steps of both have one result, by default as exact as sums are.
-
-    ``clip``: the norm to which gradients are clipped.
-    """
+    """Three steps of both have one result, by default as exact as sums are."""
     ours: Clip | None = None
     theirs: Clip | None = None
     if clip is not None:
@@ -60,6 +57,5 @@ def trains_as(
 
 
 def clip_plain(model: nn.Module, max_norm: float, norm_type: float) -> None:
-    """Clip what torch can: it warns of an empty list and refuses empty tensors."""
     filled: list[Tensor] = [p for p in model.parameters() if p.numel()]
     nn.utils.clip_grad_norm_([*filled, torch.zeros(())], max_norm, norm_type)

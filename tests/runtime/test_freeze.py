@@ -158,10 +158,7 @@ class Pair(nn.Module):
 
 
 class Experts(nn.Module):
-    """A stem, and experts on it that all run; which ones count, the caller says.
-
-    Expert 1 runs twice, expert 2 holds units of its own.
-    """
+    """A stem, and experts on it that all run; which ones count, the caller says."""
 
     def __init__(self) -> None:
         super().__init__()

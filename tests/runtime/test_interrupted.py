@@ -162,7 +162,6 @@ class Rebuilt(nn.Module):
         return out
 
     def generate(self, given: tuple[Tensor]) -> Tensor:
-        """The same by another name."""
         return self.forward(given)
 
 

@@ -35,13 +35,11 @@ from tests.support.world import World, fake_world
 
 
 def full_bytes(handle: FlatParamHandle) -> int:
-    """Bytes of memory behind the unit's full parameters, of regions that are cut."""
     cut = [r.full.buffer for r in handle.layout.regions if r.full.is_cut]
     return sum(full.untyped_storage().nbytes() for full in cut)
 
 
 def reduce_bytes(handle: FlatParamHandle) -> int:
-    """Bytes of memory behind the unit's reduce buffers."""
     buffers = [r.reduce.buffer for r in handle.layout.trainable]
     return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
 
@@ -89,7 +87,6 @@ class OutOfMemory(RuntimeError):
 
 
 def raise_in_hook(gradients: object) -> None:
-    """A hook of the graph that raises."""
     raise OutOfMemory
 
 
@@ -182,7 +179,6 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
 
 def step(model: nn.Module, x: Tensor) -> None:
-    """One forward and backward."""
     model(x).sum().backward()
 
 

@@ -49,7 +49,6 @@ both_doors = pytest.mark.parametrize("door", ["composable", "fsdp2"])
 
 
 def tokens(step: int, rank: int) -> Tensor:
-    """Token ids ``(2, 5)`` below the vocabulary of ``metas.gpt``."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(0, 13, (2, 5), generator=generator)
 
@@ -156,7 +155,6 @@ class Rotary(nn.Module):
 
 
 def turned() -> nn.Module:
-    """Odd sizes, and buffers that are saved and are not."""
     return nn.Sequential(Rotary(), nn.Linear(4, 3))
 
 
@@ -211,7 +209,6 @@ def leaves_a_buffer() -> None:
 
 
 def copies_into_meta() -> None:
-    """Torch only warns, and the values would be lost."""
     fully_shard(on_meta(tiny_mlp)).load_state_dict(tiny_mlp().state_dict())
 
 

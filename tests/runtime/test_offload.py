@@ -130,7 +130,6 @@ def test_the_host_sees_no_gradient_before_its_copy_is_whole(
 
 
 def whole(model: nn.Module, name: str, full: dict[str, Tensor]) -> Tensor:
-    """This rank's part of ``full[name]``: all of it, on one rank."""
     return full[name].view_as(model.get_parameter(name))
 
 

@@ -66,7 +66,6 @@ def sharded_blocks(
 
 
 def step(model: nn.Module, index: int, rank: int) -> None:
-    """One forward and backward."""
     backward(loss_of(model, wide_input(WIDTH)(index, rank)))
 
 

@@ -40,7 +40,6 @@ WIDTH = 6
 
 
 def features(step: int, rank: int, *shape: int) -> Tensor:
-    """Inputs ``(3, *shape)`` of (step, rank)."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(3, *(shape or (WIDTH,)), generator=generator)
 
@@ -63,7 +62,6 @@ class Case(NamedTuple):
 
 
 def build(case: Case) -> nn.Module:
-    """The same model at each call; pruned models cannot be copied."""
     torch.manual_seed(0)
     return case.build()
 

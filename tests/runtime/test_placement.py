@@ -36,7 +36,6 @@ CUDA = torch.device("cuda", 0)
 
 
 def on_cuda(*shape: int) -> nn.Parameter:
-    """A parameter that says it is on a GPU."""
     with FakeTensorMode():
         return nn.Parameter(torch.empty(shape, device=CUDA))
 
@@ -145,17 +144,14 @@ def waits(model: Any) -> None:
 
 
 def one_dtype(model: Any) -> None:
-    """A region has one dtype."""
     model.norm.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64))
 
 
 def untied(model: Any) -> None:
-    """The plan holds one parameter for both places."""
     model.head.weight = nn.Parameter(torch.zeros(17, 8))
 
 
 def to_a_gpu(model: Any) -> None:
-    """It would take the shards from the host."""
     for layer in (model.tokens, model.norm):
         layer.weight = on_cuda(*layer.weight.shape)
 

@@ -81,19 +81,16 @@ def units(order: StreamOrder, model: Any, *below: nn.Module, **options: Any) -> 
 
 
 def gpt(order: StreamOrder, **options: Any) -> Any:
-    """Three blocks and a root, sharded."""
     model = TinyGPT(layers=3)
     return units(order, model, *model.blocks, **options)
 
 
 def loss_of(model: nn.Module) -> Tensor:
-    """A scalar."""
     loss: Tensor = model(TOKENS).float().square().mean()
     return loss
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Without a step count: Adam asks for its value, which waits for the device."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -277,7 +274,6 @@ def penalty_last(order: StreamOrder) -> None:
 
 
 def step(optimizer: torch.optim.Optimizer, _: Tensor) -> None:
-    """Use a gradient and forget it."""
     optimizer.step()
     optimizer.zero_grad()
 
@@ -488,7 +484,6 @@ def test_the_result_of_a_hook_stays_in_a_reduce_buffer() -> None:
 
 
 def streams_of(model: Any) -> set[tuple[Any, ...]]:
-    """The streams of the nodes of each unit."""
     return {handle.events.leaf_streams for handle in _get_fsdp_handles(model)}
 
 

@@ -20,11 +20,7 @@ _OUTPUT_SHOWN = 4000
 
 
 class RankFailure(RuntimeError):
-    """A run failed on at least one rank; the pool has ended.
-
-    ``errors`` has the text of each rank that did not succeed, ``results`` the value of
-    each rank that did.
-    """
+    """A run failed on at least one rank; the pool has ended."""
 
     def __init__(
         self,

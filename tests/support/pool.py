@@ -62,10 +62,7 @@ _PRELOAD = [
 
 
 class RankPool:
-    """``world_size`` processes in one process group, kept from run to run.
-
-    Starts on the first run, and again on the next run after it has ended.
-    """
+    """``world_size`` processes in one process group, kept from run to run."""
 
     def __init__(self, world_size: int, backend: str) -> None:
         self.world_size = world_size

@@ -51,10 +51,7 @@ def is_full(model: nn.Module) -> list[bool]:
 def own_parts(
     model: nn.Module, full: dict[str, Tensor]
 ) -> dict[str, tuple[nn.Parameter, Tensor]]:
-    """Per name, the sharded leaf and this rank's part of ``full[name]``.
-
-    ``model`` is the root and has run once.
-    """
+    """Per name, the sharded leaf and this rank's part of ``full[name]``."""
     return {
         join_name(state.handle.full_fqn, slot.fqn): (
             leaf,
