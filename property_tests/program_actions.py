@@ -35,6 +35,7 @@ from composable_fsdp.access import (
     set_reshard_after_backward,
     set_reshard_after_forward,
 )
+from composable_fsdp.features import released
 from property_tests.program_cores import on_grad
 from property_tests.program_model import (
     DTYPES,
@@ -554,6 +555,18 @@ def raise_in_backward(side: Side, index: int, batch: int, cleared: str) -> Seen:
     # A .grad of an earlier backward is gone on both sides, or on neither.
     zero(side, cleared)
     return raised
+
+
+def nap(side: Side, keep: str) -> Seen:
+    """Sleep and wake between steps, with the gradients or without."""
+    side.slots.clear()
+    if keep == "none":
+        zero(side)
+    if side.sharded and not side.program.options.apart:
+        with released(side.model, side.optimizer, keep=keep):
+            assert not any(
+                p.untyped_storage().nbytes() for p in side.model.parameters()
+            )
 
 
 def collect(side: Side) -> Seen:

@@ -382,6 +382,9 @@ a wire format inside a transform, and parameters that leave their region
     linear call={jvp/vjp/vmap} + linear | forward 0; backward; freeze 1; STEPS | wire
 a weight in channels_last, in a slot
     linear + images | | arena={shared/apart}
+a nap before a step, after a backward and around a load
+    linear + linear | nap gradients; save; forward 0; backward; nap gradients; load;
+        step; nap none; train 0; step | optimizer=adamw door={composable/wrapper}
 optimizers and full parameters
     linear + linear | inside_summon {make/step}
 """

@@ -158,6 +158,7 @@ def actions() -> st.SearchStrategy[list[Action]]:
         _action("freeze_all", ON),
         _action("mode", ON),
         _action("step_half", ON),
+        _action("nap", ["gradients", "none"]),
         _action("new_optimizer", list(OPTIMIZERS)),
     ]
     states = [

@@ -54,6 +54,7 @@ ON_SHARDS = (
     "step_half",
     "scaled",
     "raw_round_trip",
+    "nap",
 )
 """Actions on ``model.parameters()``, which are others while a unit is full by hand."""
 WHILE_LOCAL = (

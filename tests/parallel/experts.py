@@ -269,14 +269,8 @@ class Recipe:
     ) -> Model:
         """Return the divided model with experts over ``edp``, the rest over ``data``.
 
-        Args:
-            ep: ranks with other experts.
-            edp: ranks with the same experts.
-            data: all ranks; with ``tp`` those at the same place of it.
-            tp: ranks that cut matrices outside of stacked experts. Default: none.
-            units: "layers" with their "experts", or "experts" alone below the model.
-            prepare: changes the divided model before it is sharded.
-            options: of ``fully_shard``; those under "experts" for experts alone.
+        ``units``: "layers" with their "experts", or "experts" alone below the model.
+        ``options`` under "experts" are those of experts alone.
         """
         model = self.divided(ep)
         if tp is not None:
