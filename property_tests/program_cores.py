@@ -88,7 +88,6 @@ vector(lambda x, w: x.clone().mul_(w).add_(w), "inplace_inside")
 vector(lambda x, w: torch.func.vmap(lambda row: row * w)(x), "vmap")
 vector(lambda x, w: x + torch.func.grad(lambda v: (v * w).pow(3).sum())(x), "func_grad")
 vector(lambda x, w: cast(Any, _Scale).apply(x, w), "custom")
-vector(lambda x, w: cast(Any, _GivesItself).apply(x, w), "gives_itself")
 vector(lambda x, w: checkpoint(torch.mul, x, w, use_reentrant=False), "ckpt_inside")
 vector(lambda x, w: x + _energy_gradient(x, w), "grad_inside")
 vector(lambda x, w: _hooked(x * w, w), "tensor_hook")
@@ -104,19 +103,6 @@ class _Scale(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
         return grads[0] * w, (grads[0] * x).sum(0)
-
-
-class _GivesItself(torch.autograd.Function):
-    """The gradient of the weight is its memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(w)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], ctx.saved_tensors[0].detach()
 
 
 def _energy_gradient(x: Tensor, w: Tensor) -> Tensor:

@@ -120,8 +120,6 @@ a layer that keeps a list of its weights
     linear + lstm + gru | | strategy={HALF/FULL_SHARD}
 modules whose weights are computed, and a packed sequence
     linear + weightnorm + linear form=packed + orthogonal
-a gradient that is the memory of the weights
-    linear + gives_itself | forward 0; backward 0 no_sync; train 1; step
 weights that a unit returns
     linear + linear form=weight_too + mul form=weight_too
 gradients of a shard group that wait for the replicas

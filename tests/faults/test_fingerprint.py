@@ -297,11 +297,21 @@ def written_by_one(world: World) -> nn.Module:
     return model
 
 
+def replaced_in_a_block(world: World) -> nn.Module:
+    # Whose gather is the first one.
+    model = shard(build(seed=world.rank))
+    with unshard_params(model), torch.no_grad():
+        for each in model.parameters():
+            each.fill_(0.5)
+    return model
+
+
 WEIGHTS: tuple[tuple[Callable[[World], nn.Module], str], ...] = (
     (loaded, ""),
     (broadcast, ""),
     (broadcast_flat, ""),
     (from_meta, ""),
+    (replaced_in_a_block, ""),
     (written_by_one, "parameter '2.scale' has other values on rank 0 than on rank 1."),
 )
 
@@ -310,10 +320,25 @@ WEIGHTS: tuple[tuple[Callable[[World], nn.Module], str], ...] = (
 def test_values_at_the_first_step_are_the_ones_that_count(world: World) -> None:
     """What has been loaded, sent or written since the model was sharded."""
     for make, told in WEIGHTS:
-        found = outcome(partial(step, make(world)))
+        found = outcome(lambda make=make: step(make(world)))  # type: ignore[misc]  # a default
         assert found.error is None
         assert len(found.warnings) == bool(told), make
         assert all(told in text for text in found.warnings)
+
+
+@on_ranks(2)
+def test_an_error_is_chosen_before_a_warning(world: World) -> None:
+    """Units have their own ``check_weights``."""
+    model = build(seed=world.rank)
+    hows: list[Any] = ["warn", "off", "error"]
+    for layer, how in zip(model, hows, strict=True):
+        fully_shard(layer, check_weights=how)
+    fully_shard(model, check_weights="off")
+
+    error, warned = outcome(lambda: step(model))
+
+    assert "parameter '2.first.weight'" in str(error)
+    assert warned == ()
 
 
 def test_check_weights_is_checked_and_compared() -> None:

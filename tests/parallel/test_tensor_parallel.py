@@ -21,6 +21,8 @@ from composable_fsdp import (
     get_full_grad,
     get_full_param,
     optim_state_dict,
+    set_full_grad,
+    set_full_param,
     unshard_params,
 )
 from composable_fsdp.errors import DesyncError
@@ -119,6 +121,24 @@ def test_full_parameters_and_gradients_can_be_shown_and_written(world: World) ->
         assert found is not None
         assert torch.equal(get_full_param(model, name), value * 2)
         assert torch.equal(found, gradient * 3)
+
+
+@on_ranks(4)
+def test_a_single_parameter_is_read_and_written_whole(world: World) -> None:
+    """Names and shapes are those of the model without any parallelism."""
+    mesh = mesh_of(world, 2)
+    model, plain = sharded(Recipe(hidden=9).parallel(mesh), mesh), Recipe(hidden=9)
+    backward(loss_of(model, batch(0, data_rank(mesh))))
+
+    for name, parameter in plain.plain().named_parameters():
+        assert torch.equal(get_full_param(model, name), parameter.detach())
+        value = torch.arange(parameter.numel()).view(parameter.shape).float()
+        set_full_param(model, name, value)
+        set_full_grad(model, name, value + 1)
+        assert torch.equal(get_full_param(model, name), value)
+        gradient = get_full_grad(model, name)
+        assert gradient is not None
+        assert torch.equal(gradient, value + 1)
 
 
 @on_ranks(4)

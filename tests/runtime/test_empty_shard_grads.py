@@ -25,7 +25,6 @@ from tests.support.reference import (
     loss_of,
     wide_input,
 )
-from tests.support.tiny import tiny_mlp
 from tests.support.world import World
 
 INPUT = wide_input(4)
@@ -148,11 +147,44 @@ def test_hooks_are_shown_an_empty_gradient_while_they_run(
         assert_gradients(model, expected(world, 0, 1))
 
 
-# ---- gradients that were cleared, and gradients that somebody has ----
+# ---- gradients that somebody has ----
+
+X = torch.linspace(0.5, 1.0, 8) * torch.tensor([[1.0], [-1.0]])
+"""Two rows, one the negative of the other: no unit is dead for both."""
 
 
-def sharded() -> nn.Module:
-    return fully_shard(tiny_mlp())
+class _ReturnsTheWeight(torch.autograd.Function):
+    """Its gradient is the memory of the weight it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (weight,) = ctx.saved_tensors
+        return gradient, weight.detach()
 
 
-# ---- hooks on the original parameters ----
+class _Penalty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1.0, 2.0, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _ReturnsTheWeight.apply(x, self.weight)  # type: ignore[no-untyped-call]  # untyped in torch
+        return out
+
+
+@on_ranks(2)
+def test_a_gradient_may_be_the_memory_of_the_weights(world: World) -> None:
+    """It waits until they were freed."""
+    penalty = _Penalty()
+    model = nn.Sequential(nn.Linear(8, 8), penalty)
+    fully_shard(penalty)
+    fully_shard(model)
+    with no_sync(model):
+        backward(model(X).sum())
+    backward(model(X).sum())
+    torch.testing.assert_close(penalty.weight.grad, 2 * penalty.weight.detach())
