@@ -505,11 +505,13 @@ def prefetch(side: Side, when: str, index: int, targets: tuple[int, ...]) -> See
 # ---- what goes wrong -----------------------------------------------------------
 
 
-def raise_in_forward(side: Side, index: int, batch: int, after: bool) -> Seen:
-    """A module raises, and the script goes on."""
+def raise_in_forward(
+    side: Side, index: int, batch: int, after: bool, interrupt: bool = False
+) -> Seen:
+    """A module raises, or the user interrupts it, and the script goes on."""
 
     def fail(*_: object) -> None:
-        raise Broken
+        raise KeyboardInterrupt if interrupt else Broken
 
     module = piece(side, index)
     register = (
@@ -518,7 +520,7 @@ def raise_in_forward(side: Side, index: int, batch: int, after: bool) -> Seen:
     hook = register(fail)
     try:
         output_of(side.model, side.inputs(batch))
-    except Broken:
+    except (Broken, KeyboardInterrupt):
         return "raised"
     finally:
         hook.remove()
@@ -527,11 +529,13 @@ def raise_in_forward(side: Side, index: int, batch: int, after: bool) -> Seen:
     return "nothing"
 
 
-def raise_in_backward(side: Side, index: int, batch: int, cleared: str) -> Seen:
+def raise_in_backward(
+    side: Side, index: int, batch: int, cleared: str, interrupt: bool = False
+) -> Seen:
     """A hook in backward raises; the script clears all gradients and goes on."""
 
     def fail(grad: Tensor) -> Tensor:
-        raise Broken
+        raise KeyboardInterrupt if interrupt else Broken
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
         if output.requires_grad:
@@ -550,7 +554,7 @@ def raise_in_backward(side: Side, index: int, batch: int, cleared: str) -> Seen:
     try:
         if loss.requires_grad:
             torch.autograd.backward(loss)
-    except Broken:
+    except (Broken, KeyboardInterrupt):
         raised = "raised"
     # A .grad of an earlier backward is gone on both sides, or on neither.
     zero(side, cleared)

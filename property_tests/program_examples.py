@@ -239,6 +239,18 @@ a container that is filled
 a backward that raised
     linear + linear | forward 0; backward; raise_in_backward {0/1/2} 1
         {model/all/optimizer}; STEPS
+an interrupt in any layer, in forward
+    linear + linear + linear call=twice | forward 0; backward; raise_in_forward 0 3
+        False True; step; zero; forward 0; backward; raise_in_forward 1 3 False True;
+        step; zero; forward 0; backward; raise_in_forward 2 3 True True; step; zero;
+        forward 0; backward; raise_in_forward 3 3 False True; step; zero; train 2 |
+        strategy={FULL_SHARD/HALF/WHOLE} wrapped={recomputed/}
+an interrupt in any layer, in backward
+    linear + linear + linear call=twice | train 0; raise_in_backward 0 3 model True;
+        alone 0 1; train 1; raise_in_backward 1 3 model True; alone 1 1; train 1;
+        raise_in_backward 2 3 model True; alone 2 1; train 1; raise_in_backward 3 3
+        model True; alone 3 1; train 1 | strategy={FULL_SHARD/HALF/WHOLE}
+        wrapped={recomputed/}
 writes to weights in forward
     linear + {clamp/dataclamp/normalized}
 functional_call on a unit
@@ -406,3 +418,7 @@ ON_THREE = {
     "changes where a rank holds nothing, and what ranks send",
 }
 """On two ranks some were right: a parameter has to cover the whole part of one."""
+EVERY_DAY = {
+    f"an interrupt in any layer, in {where}" for where in ("forward", "backward")
+}
+"""Of which all programs run each day."""

@@ -10,7 +10,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from property_tests.live import examples
-from property_tests.program_examples import EXAMPLES, ON_THREE
+from property_tests.program_examples import EVERY_DAY, EXAMPLES, ON_THREE
 from property_tests.program_recipes import Program
 from property_tests.program_strategies import programs
 from property_tests.programs import run_programs
@@ -59,6 +59,6 @@ def test_programs_that_were_wrong_once(
     Every day the last variant of each runs, and all with ``--full-matrix``.
     """
     found = EXAMPLES[name]
-    if not request.config.getoption("--full-matrix"):
+    if not request.config.getoption("--full-matrix") and name not in EVERY_DAY:
         found = spread(found, 1)
     require_plain(ranks(3 if name in ON_THREE else 2), found)

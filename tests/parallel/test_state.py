@@ -61,14 +61,6 @@ def trained(
     return model, optims[0], plain, optims[1]
 
 
-def states_of(plain: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of a plain tensor-parallel optimizer, whole, by name."""
-    return {
-        name: {k: whole(v) for k, v in optim.state[parameter].items()}
-        for name, parameter in plain.named_parameters()
-    }
-
-
 def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for name, values in expected.items():

@@ -21,7 +21,6 @@ RankCount = Callable[[int], RankPool]
 
 both_paths = pytest.mark.parametrize("path", PATHS)
 one_to_three_ranks = pytest.mark.parametrize("world_size", [1, 2, 3])
-several_ranks = pytest.mark.parametrize("world_size", [2, 3])
 
 UNITS = ("blocks.0", "blocks.1")
 
