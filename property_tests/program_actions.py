@@ -561,6 +561,26 @@ def raise_in_backward(
     return raised
 
 
+def raise_in_leaf_hooks(side: Side, index: int, batch: int) -> Seen:
+    """Hooks of parameters raise, maybe at the end of backward, and all is cleared."""
+
+    def fail(_: Tensor) -> None:
+        raise Broken
+
+    untyped: list[Any] = list(piece(side, index).core.parameters())
+    hooks = [p.register_post_accumulate_grad_hook(fail) for p in untyped]
+    loss = loss_of(side.model, output_of(side.model, side.inputs(batch)))
+    try:
+        torch.autograd.backward(loss)
+    except Broken:
+        return "raised"
+    finally:
+        for hook in hooks:
+            hook.remove()
+        zero(side, "model")
+    return "nothing"
+
+
 def nap(side: Side, keep: str) -> Seen:
     """Sleep and wake between steps, with the gradients or without."""
     side.slots.clear()

@@ -251,6 +251,9 @@ an interrupt in any layer, in backward
         raise_in_backward 2 3 model True; alone 2 1; train 1; raise_in_backward 3 3
         model True; alone 3 1; train 1 | strategy={FULL_SHARD/HALF/WHOLE}
         wrapped={recomputed/}
+a hook of a parameter that raised, and a forward from before
+    linear + onerowonly + linear | forward 1; raise_in_leaf_hooks {0/1/3} 0; backward;
+        forward 2; backward; step; STEPS | strategy={WHOLE/HALF/FULL_SHARD}
 writes to weights in forward
     linear + {clamp/dataclamp/normalized}
 functional_call on a unit

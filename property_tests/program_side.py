@@ -39,7 +39,6 @@ from composable_fsdp.features import (
     reduce_scatter_hook,
     register_comm_hook,
 )
-from composable_fsdp.flat.region import part_of
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests.program_model import Piece, build, named, unit_paths
 from property_tests.program_recipes import Options, Program
@@ -290,23 +289,6 @@ def families(units: list[str], size: int) -> list[list[str]]:
         groups[-1].append(unit)
     every = [group for groups in found.values() for group in groups]
     return sorted(every, key=lambda group: -group[0].count(".") - bool(group[0]))
-
-
-def own_parts(
-    model: nn.Module, full: dict[str, Tensor]
-) -> dict[str, tuple[nn.Parameter, Tensor]]:
-    """Per name, the sharded leaf and this rank's part of ``full[name]``."""
-    names = {id(p): name for name, p in named(model).items()}
-    found = {}
-    for state in _get_fsdp_states(model):
-        handle = state.handle
-        # Of a unit that is full by hand the modules show the full leaves.
-        shown = {id(leaf): id(other) for _, _, leaf, other in handle.swaps}
-        for region in handle.layout.regions:
-            for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):
-                name = names.get(id(leaf)) or names[shown[id(leaf)]]
-                found[name] = leaf, part_of(region, slot, full[name], like=leaf)
-    return found
 
 
 def equal_parts(model: nn.Module) -> list[tuple[str, str]]:

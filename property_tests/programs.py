@@ -29,13 +29,15 @@ from property_tests import program_actions, program_states
 from property_tests.program_model import named
 from property_tests.program_recipes import Action, Program
 from property_tests.program_refusals import REFUSALS
-from property_tests.program_side import Side, equal_parts, forget_meshes, own_parts
+from property_tests.program_side import Side, equal_parts, forget_meshes
+from tests.support.sharded import own_parts
 from tests.support.world import World
 
 REDUCING = (
     "backward",
     "input_gradient",
     "raise_in_backward",
+    "raise_in_leaf_hooks",
     "alone",
 )
 WITHIN = ("forward", "raise_in_forward", "copy_aside")

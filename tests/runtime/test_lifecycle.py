@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from composable_fsdp import (
     ShardingStrategy,
     fully_shard,
-    get_full_grad,
 )
 from composable_fsdp.comm import collectives
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -24,12 +22,7 @@ from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.models import module_at, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
-    STRATEGIES,
-    apply_units,
     backward,
-    gradients_of,
-    loss_of,
-    wide_input,
 )
 from tests.support.world import World, fake_world
 
@@ -80,60 +73,6 @@ def test_forward_and_backward_are_functions_on_a_state(world: World) -> None:
 
 
 # ---- after a backward that raised ----
-
-
-class OutOfMemory(RuntimeError):
-    """What the batch that is skipped meets."""
-
-
-def raise_in_hook(gradients: object) -> None:
-    raise OutOfMemory
-
-
-class Halves(nn.Module):
-    """A layer, and another that is not used: only the end of backward reduces both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.used(x))
-
-
-@pytest.mark.parametrize("at", ["0", "2"])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@on_ranks(1, 2)
-def test_a_hook_that_raises_at_the_end_of_backward_leaves_no_gradients(
-    world: World, strategy: ShardingStrategy, at: str
-) -> None:
-    """The next backward gets those of its own batch alone, also of an old forward."""
-    torch.manual_seed(0)
-    plain, make = nn.Sequential(Halves(), Halves(), Halves()), wide_input(4)
-    model = apply_units(copy.deepcopy(plain), ["0", "1", "2"], strategy=strategy)
-    kept = loss_of(model, make(1, world.rank))
-    hooked: Any = model.get_submodule(at)  # the method is untyped in torch
-    hooks = [
-        p.register_post_accumulate_grad_hook(raise_in_hook) for p in hooked.parameters()
-    ]
-    with pytest.raises(OutOfMemory):
-        backward(loss_of(model, make(0, world.rank)))
-    for hook in hooks:
-        hook.remove()
-    model.zero_grad()
-
-    backward(kept)
-    backward(loss_of(model, make(2, world.rank)))
-
-    expected: dict[str, Tensor] = {}
-    for step in (1, 2):
-        inputs = [make(step, rank) for rank in range(world.world_size)]
-        for name, gradient in gradients_of(plain, inputs).items():
-            expected[name] = gradient + expected.get(name, 0)
-    for name, gradient in expected.items():
-        found = get_full_grad(model, name)
-        assert found is not None
-        torch.testing.assert_close(found, gradient)
 
 
 # ---- after a collective that failed ----

@@ -40,10 +40,6 @@ class RankFailure(RuntimeError):
         self.results = results
 
 
-class RankTimeout(RankFailure):
-    """No rank raised or died, but at least one gave no answer in time."""
-
-
 @dataclass(frozen=True)
 class Rank:
     """The parent's hold on one rank."""
