@@ -155,7 +155,7 @@ class RankPool:
             errors = unfinished(answers, self._calls)
         if errors:
             outputs = {r.place.rank: tail(r.place.output) for r in self._ranks}
-            raise RankFailure(what, dict(sorted(errors.items())), returned, outputs)
+            raise RankFailure(what, errors, outputs)
         self._calls = answers[0].calls
         return [returned[rank] for rank in range(self.world_size)]
 
