@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,10 +18,9 @@ from tests.faults.fingerprints import Outcome, outcome
 from tests.support.models import build, legal_units
 from tests.support.recipes import ModelRecipe
 from tests.support.reference import apply_units
+from tests.support.sharded import RankCount
 from tests.support.strategies import FEATURES, model_recipes
-from tests.support.world import RankPool, World
-
-RankCount = Callable[[int], RankPool]
+from tests.support.world import World
 
 KINDS = (
     *("nothing", "name", "order", "shape", "dtype", "requires_grad"),

@@ -36,10 +36,9 @@ from tests.support.reference import (
     train,
     wide_input,
 )
+from tests.support.sharded import RankCount
 from tests.support.strategies import FEATURES, model_recipes
-from tests.support.world import RankPool, World
-
-RankCount = Callable[[int], RankPool]
+from tests.support.world import World
 
 PRECISIONS = (
     None,

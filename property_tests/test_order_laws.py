@@ -7,7 +7,7 @@ illegal ones end, in bounded time, with both names.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -23,10 +23,10 @@ from tests.runtime.events import units_of, unused, watched
 from tests.support.models import build, legal_units
 from tests.support.recipes import ModelRecipe
 from tests.support.reference import apply_units, backward, loss_of, wide_input
+from tests.support.sharded import RankCount
 from tests.support.strategies import FEATURES, model_recipes
-from tests.support.world import RankPool, World
+from tests.support.world import World
 
-RankCount = Callable[[int], RankPool]
 MODES = [*BackwardPrefetch, None]
 ROUNDS = ("train", "evaluate", "accumulate", "twice")
 

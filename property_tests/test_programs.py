@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 
 import pytest
 from hypothesis import event, given
@@ -15,9 +14,8 @@ from property_tests.program_recipes import Program
 from property_tests.program_strategies import programs
 from property_tests.programs import run_programs
 from tests.support.matrix import spread
+from tests.support.sharded import RankCount
 from tests.support.world import RankPool
-
-RankCount = Callable[[int], RankPool]
 
 
 def require_plain(pool: RankPool, found: list[Program]) -> list[str]:

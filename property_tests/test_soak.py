@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from property_tests.soak import STEPS, action_of, grown, soak
-from tests.support.world import RankPool
+from tests.support.sharded import RankCount
 
-RankCount = Callable[[int], RankPool]
 CYCLE = 20
 SEED = 3568
 LONG = int(os.environ.get("COMPOSABLE_FSDP_SOAK", "0"))

@@ -34,9 +34,9 @@ from tests.support.reference import (
     tolerance_at,
     wide_input,
 )
-from tests.support.world import RankPool, World
+from tests.support.sharded import RankCount
+from tests.support.world import World
 
-RankCount = Callable[[int], RankPool]
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 
 
