@@ -241,10 +241,11 @@ a backward that raised
         {model/all/optimizer}; STEPS
 an interrupt in any layer, in forward
     linear + linear + linear call=twice | forward 0; backward; raise_in_forward 0 3
-        False True; step; zero; forward 0; backward; raise_in_forward 1 3 False True;
-        step; zero; forward 0; backward; raise_in_forward 2 3 True True; step; zero;
-        forward 0; backward; raise_in_forward 3 3 False True; step; zero; train 2 |
-        strategy={FULL_SHARD/HALF/WHOLE} wrapped={recomputed/}
+        False True; forward 1; backward; step; zero; forward 0; backward;
+        raise_in_forward 1 3 False True; forward 1; backward; step; zero; forward 0;
+        backward; raise_in_forward 2 3 True True; forward 1; backward; step; zero;
+        forward 0; backward; raise_in_forward 3 3 False True; forward 1; backward; step;
+        zero; train 2 | strategy={FULL_SHARD/HALF/WHOLE} wrapped={recomputed/}
 an interrupt in any layer, in backward
     linear + linear + linear call=twice | train 0; raise_in_backward 0 3 model True;
         alone 0 1; train 1; raise_in_backward 1 3 model True; alone 1 1; train 1;

@@ -11,8 +11,8 @@ from composable_fsdp import Block, verify
 from composable_fsdp.storage import open_source
 from tests.goldens import checkpoints, checkpoints_cut, checkpoints_own
 from tests.goldens.checkpoints import EXTRA, FOLDER, WORLD_SIZES, State, name_of
-from tests.goldens.recorded import RankCount
 from tests.support.place import _same
+from tests.support.sharded import RankCount
 from tests.support.world import World
 
 # Row blocks as they were saved, and other cuts of the same parameters.

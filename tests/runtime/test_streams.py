@@ -303,10 +303,11 @@ def scripted(name: str) -> Case:
         for program in programs(SCRIPTS[name]):
             forget_meshes()
             if "arena" in MORE:
-                slots = "shared" if MORE["arena"].shared else "apart"
-                program = replace(
-                    program, options=replace(program.options, arena=slots)
+                shared = MORE["arena"].shared
+                options = replace(
+                    program.options, arena="shared" if shared else "apart"
                 )
+                program = replace(program, options=options)
             with elsewhere(order):
                 side = Side(program, 0, world)
             for action, *arguments in expanded(program.actions):
