@@ -57,6 +57,7 @@ test-gpu: ## run the CUDA tests with the system's python3
 test-newest: ## run the everyday tests on the newest torch of the package index
 	@$(PYTHON) -m venv .venv-newest
 	@.venv-newest/bin/python -m pip install --quiet --upgrade torch -e '.[dev,cli]'
+	-.venv-newest/bin/python -m pytest tests/test_torch_names.py
 	-.venv-newest/bin/python -m pytest $(SHARED)
 
 gpu-report: ## run the CUDA tests and benchmarks, and write benchmarks/reports/DATE-cuda.md

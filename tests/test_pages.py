@@ -155,6 +155,20 @@ def test_a_script_of_a_page_runs_by_its_command(page: str, tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout
 
 
+def test_a_block_that_needs_nothing_of_its_page_is_a_script() -> None:
+    """It imports torch and uses none of the names that pages share."""
+    shared = page_names(alone=True).keys() | {"model", "optimizer", "optim"}
+    unnamed = [
+        f"{page}, line {block.line}"
+        for page in PAGES
+        for block in fragments(page)[:1]
+        if "import torch\n" in block.text
+        if not shared & set(re.findall(r"\w+", block.text))
+    ]
+
+    assert unnamed == []
+
+
 def test_few_blocks_do_not_run() -> None:
     """Only blocks that need what a test machine does not have."""
     left_out = [b.note for page in pages() for b in blocks(ROOT / page)]
