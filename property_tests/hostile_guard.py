@@ -152,11 +152,7 @@ def read_every_way(
     optimizer: torch.optim.Optimizer,
     to: Any,
 ) -> list[Any]:
-    """Read ``path`` through all entries, in a guard.
-
-    Returns: what ``open_source``, ``load``, ``convert`` and the command line gave: the
-    values, or an error.
-    """
+    """Read ``path`` through all entries, in a guard."""
     folder = path if path.name.startswith("case") else path.parent
     made = folder / "made"
     before = {each.name for each in folder.iterdir()}

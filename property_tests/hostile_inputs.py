@@ -393,11 +393,7 @@ def change_torch(files: Files, changes: list[Change]) -> None:
 
 
 def change_metadata(files: Files, changes: list[Change]) -> None:
-    """Change nodes of DCP's metadata: fields, keys and items.
-
-    Objects that take forever to hash or to print have tests of their own
-    (``tests/storage/test_hostile.py``): to write them takes as long.
-    """
+    """Change nodes of DCP's metadata: fields, keys and items."""
     metadata = pickle.loads(files[".metadata"])
     for change in changes:
         change_tree(metadata, change)

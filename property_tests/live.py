@@ -41,5 +41,4 @@ def examples(everyday: int) -> settings:
 def batches(
     recipes: st.SearchStrategy[T], size: int = PER_RUN
 ) -> st.SearchStrategy[list[T]]:
-    """Draw ``size`` recipes for one run; a failing run shrinks to one recipe."""
     return st.lists(recipes, min_size=1, max_size=size)

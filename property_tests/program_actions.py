@@ -35,6 +35,7 @@ from composable_fsdp.access import (
     set_reshard_after_backward,
     set_reshard_after_forward,
 )
+from composable_fsdp.features import released
 from property_tests.program_cores import on_grad
 from property_tests.program_model import (
     DTYPES,
@@ -60,7 +61,6 @@ def piece(side: Side, index: int) -> Piece:
 
 
 def pick(side: Side, index: int) -> tuple[str, nn.Parameter] | None:
-    """One of the parameters, by name, so that both sides take the same one."""
     found = sorted(named(side.model).items())
     return found[index % len(found)] if found else None
 
@@ -280,7 +280,6 @@ def swap(side: Side, first: int, second: int) -> Seen:
 
 
 def freeze(side: Side, index: int) -> Seen:
-    """Flip ``requires_grad`` of one parameter, whose gradient stays."""
     if (found := pick(side, index)) is not None:
         found[1].requires_grad_(not found[1].requires_grad)
 
@@ -321,7 +320,6 @@ def freeze_all(side: Side, on: bool) -> Seen:
 
 
 def mode(side: Side, train: bool) -> Seen:
-    """Between a forward and its backward, maybe."""
     side.model.train(train)
 
 
@@ -507,11 +505,13 @@ def prefetch(side: Side, when: str, index: int, targets: tuple[int, ...]) -> See
 # ---- what goes wrong -----------------------------------------------------------
 
 
-def raise_in_forward(side: Side, index: int, batch: int, after: bool) -> Seen:
-    """A module raises, and the script goes on."""
+def raise_in_forward(
+    side: Side, index: int, batch: int, after: bool, interrupt: bool = False
+) -> Seen:
+    """A module raises, or the user interrupts it, and the script goes on."""
 
     def fail(*_: object) -> None:
-        raise Broken
+        raise KeyboardInterrupt if interrupt else Broken
 
     module = piece(side, index)
     register = (
@@ -520,7 +520,7 @@ def raise_in_forward(side: Side, index: int, batch: int, after: bool) -> Seen:
     hook = register(fail)
     try:
         output_of(side.model, side.inputs(batch))
-    except Broken:
+    except (Broken, KeyboardInterrupt):
         return "raised"
     finally:
         hook.remove()
@@ -529,11 +529,13 @@ def raise_in_forward(side: Side, index: int, batch: int, after: bool) -> Seen:
     return "nothing"
 
 
-def raise_in_backward(side: Side, index: int, batch: int, cleared: str) -> Seen:
+def raise_in_backward(
+    side: Side, index: int, batch: int, cleared: str, interrupt: bool = False
+) -> Seen:
     """A hook in backward raises; the script clears all gradients and goes on."""
 
     def fail(grad: Tensor) -> Tensor:
-        raise Broken
+        raise KeyboardInterrupt if interrupt else Broken
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
         if output.requires_grad:
@@ -552,11 +554,43 @@ def raise_in_backward(side: Side, index: int, batch: int, cleared: str) -> Seen:
     try:
         if loss.requires_grad:
             torch.autograd.backward(loss)
-    except Broken:
+    except (Broken, KeyboardInterrupt):
         raised = "raised"
     # A .grad of an earlier backward is gone on both sides, or on neither.
     zero(side, cleared)
     return raised
+
+
+def raise_in_leaf_hooks(side: Side, index: int, batch: int) -> Seen:
+    """Hooks of parameters raise, maybe at the end of backward, and all is cleared."""
+
+    def fail(_: Tensor) -> None:
+        raise Broken
+
+    untyped: list[Any] = list(piece(side, index).core.parameters())
+    hooks = [p.register_post_accumulate_grad_hook(fail) for p in untyped]
+    loss = loss_of(side.model, output_of(side.model, side.inputs(batch)))
+    try:
+        torch.autograd.backward(loss)
+    except Broken:
+        return "raised"
+    finally:
+        for hook in hooks:
+            hook.remove()
+        zero(side, "model")
+    return "nothing"
+
+
+def nap(side: Side, keep: str) -> Seen:
+    """Sleep and wake between steps, with the gradients or without."""
+    side.slots.clear()
+    if keep == "none":
+        zero(side)
+    if side.sharded and not side.program.options.apart:
+        with released(side.model, side.optimizer, keep=keep):
+            assert not any(
+                p.untyped_storage().nbytes() for p in side.model.parameters()
+            )
 
 
 def collect(side: Side) -> Seen:

@@ -18,19 +18,16 @@ CORES: dict[str, Callable[[int], nn.Module]] = {}
 
 
 def core(make: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
-    """Enter a class under its name in lower case."""
     CORES[make.__name__.lower()] = make
     return make
 
 
 def on_grad(tensor: Tensor, hook: Hook) -> None:
-    """``tensor.register_hook``, which has no types."""
     untyped: Any = tensor
     untyped.register_hook(hook)
 
 
 def param(*shape: int, at: float = 0.0) -> nn.Parameter:
-    """A parameter with values around ``at``."""
     return nn.Parameter(at + 0.3 * torch.randn(shape))
 
 
@@ -187,7 +184,6 @@ class Tied(Linear):
 
 
 def line(name: str, compute: Callable[[Any, Tensor], Tensor]) -> None:
-    """Enter a core with the parameters of ``Linear`` that computes otherwise."""
     CORES[name] = type(name, (Linear,), {"forward": compute})
 
 
@@ -245,7 +241,6 @@ def holder(
     make: Callable[[int], nn.Module],
     compute: Compute = lambda m, x: torch.tanh(m(x)),
 ) -> None:
-    """Enter a core that adds what a module of torch makes of its input."""
     CORES[name] = lambda width: Holder(make(width), compute)
 
 
@@ -289,6 +284,7 @@ holder("embedding", lambda w: nn.Embedding(3, w), _look_up)
 # It scales its own rows down in forward.
 holder("maxnorm", lambda w: nn.Embedding(3, w, max_norm=0.5), _look_up)
 holder("weightnorm", lambda w: parametrizations.weight_norm(nn.Linear(w, w)))
+holder("orthogonal", lambda w: parametrizations.orthogonal(nn.Linear(w, w)))
 holder("spectralnorm", lambda w: parametrizations.spectral_norm(nn.Linear(w, w)))
 holder("oldweightnorm", _old_weight_norm)  # the weight is an attribute
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import rnn
 
 if TYPE_CHECKING:
     from property_tests.program_model import Piece
@@ -71,14 +72,12 @@ WIDTH = [4]
 def form(
     name: str, give: Give, take: Take, bag: Callable[[], Any] = lambda: None
 ) -> None:
-    """Enter a form."""
     FORMS[name] = (give, take, bag)
 
 
 def returned(
     name: str, give: Callable[[Tensor], Any], take: Callable[[Any], Any]
 ) -> None:
-    """Enter a form that only has to do with what is returned."""
     form(name, lambda piece, x, y, bag: give(y), lambda call: take(call.result))
 
 
@@ -96,6 +95,11 @@ returned("unbind", lambda y: y.unbind(1), lambda r: torch.stack(r, 1))
 returned("expand", lambda y: y.unsqueeze(0).expand(2, -1, -1), lambda r: r[1])
 returned("as_strided", lambda y: y.as_strided(y.shape, y.stride()), lambda r: r)
 returned("contiguous", lambda y: y.t().contiguous(), lambda r: r.t())
+returned(
+    "packed",
+    lambda y: rnn.pack_padded_sequence(y[None], [len(y)], batch_first=True),
+    lambda r: rnn.pad_packed_sequence(r, batch_first=True)[0][0],
+)
 returned("relu", torch.relu, lambda r: r)
 returned("view_of_relu", lambda y: torch.relu(y)[:], lambda r: r)
 returned("pair", lambda y: (y, None, "text"), lambda r: r[0])
@@ -129,12 +133,17 @@ form(
     lambda call: call.result,
 )
 form(
-    "weight_too",  # the caller gets a weight of the unit
-    lambda piece, x, y, bag: (y, next(iter(piece.core.parameters()), None)),
+    "weight_too",  # the caller gets weights of the unit, and views of them
+    lambda piece, x, y, bag: (
+        y,
+        [(p, p[...], p.detach(), {"data": p.data}) for p in piece.core.parameters()],
+    ),
     lambda call: (
         call.result[0]
-        if call.result[1] is None
-        else call.result[0] + call.result[1].sum()
+        + sum(
+            p.sum() * view.sum() + detached.sum() + more["data"].sum()
+            for p, view, detached, more in call.result[1]
+        )
     ),
 )
 

@@ -78,7 +78,6 @@ class Piece(nn.Module):
 
 
 def take(child: Any, passed: Tensor, bag: Any, result: Any) -> Tensor:
-    """What the caller of a piece finds."""
     return FORMS[child.part.form][1](Call(child, passed, bag, result))
 
 
@@ -122,7 +121,6 @@ def _without_grad(child: Any, x: Tensor) -> Tensor:
 
 
 def _skip(child: Any, x: Tensor) -> Tensor:
-    """Only every other time; nothing but the count decides, so ranks agree."""
     child.turn = child.turn + 1
     return call(child, x) if child.turn % 2 else x
 
@@ -309,7 +307,6 @@ USES: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters under the names of the plain model."""
     return {strip_wrapper(name): p for name, p in model.named_parameters()}
 
 

@@ -39,7 +39,6 @@ from composable_fsdp.features import (
     reduce_scatter_hook,
     register_comm_hook,
 )
-from composable_fsdp.flat.region import part_of
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests.program_model import Piece, build, named, unit_paths
 from property_tests.program_recipes import Options, Program
@@ -138,21 +137,17 @@ class Side:
         self.synced, self.filled = True, program.options.fill
 
     def inputs(self, batch: int) -> Tensor:
-        """The input of this side's rank."""
         generator = torch.Generator().manual_seed(100 * batch + self.rank)
         return torch.randn(3, self.program.width, generator=generator)
 
     def renew_optimizer(self) -> None:
-        """A new one of the kind that the program names."""
         self.make_optimizer(self.program.options.optimizer)
 
     def make_optimizer(self, kind: str) -> None:
-        """Go on with a new one."""
         groups = self.program.options.groups
         self.kind, self.optimizer = kind, optimizer_of(kind, self.model, groups)
 
     def comparable(self, unit: str) -> bool:
-        """Whether the unit owns all that is below it: no place of a shared module."""
         return all(part.again is None for part in self.program.parts())
 
 
@@ -272,7 +267,6 @@ def wrap(model: nn.Module, how: str) -> None:
 
 
 def ranks_of(name: str, options: Options, world: World) -> dict[str, Any]:
-    """A strategy, and the mesh that it needs."""
     mesh = mesh_of(world, options.replicas) if "HYBRID" in name else None
     return {"strategy": ShardingStrategy[name], "device_mesh": mesh}
 
@@ -295,23 +289,6 @@ def families(units: list[str], size: int) -> list[list[str]]:
         groups[-1].append(unit)
     every = [group for groups in found.values() for group in groups]
     return sorted(every, key=lambda group: -group[0].count(".") - bool(group[0]))
-
-
-def own_parts(
-    model: nn.Module, full: dict[str, Tensor]
-) -> dict[str, tuple[nn.Parameter, Tensor]]:
-    """Per name, the sharded leaf and this rank's part of ``full[name]``."""
-    names = {id(p): name for name, p in named(model).items()}
-    found = {}
-    for state in _get_fsdp_states(model):
-        handle = state.handle
-        # Of a unit that is full by hand the modules show the full leaves.
-        shown = {id(leaf): id(other) for _, _, leaf, other in handle.swaps}
-        for region in handle.layout.regions:
-            for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):
-                name = names.get(id(leaf)) or names[shown[id(leaf)]]
-                found[name] = leaf, part_of(region, slot, full[name], like=leaf)
-    return found
 
 
 def equal_parts(model: nn.Module) -> list[tuple[str, str]]:

@@ -51,12 +51,10 @@ class Taken(NamedTuple):
 
 
 def kind_of(side: Side) -> Any:
-    """What an optimizer must have in common with the one that a state is of."""
     return type(side.optimizer), side.optimizer.defaults
 
 
 def fits(side: Side, *ways: str) -> bool:
-    """Whether the state that was taken last is such a one, of such an optimizer."""
     taken = side.taken
     return taken is not None and taken.how in ways and taken.kind == kind_of(side)
 

@@ -19,7 +19,6 @@ AHEAD = st.lists(INDEX, max_size=3).map(tuple)
 
 
 def often(first: str, words: list[str]) -> st.SearchStrategy[str]:
-    """Draw ``first`` half of the time; shrinks to it."""
     return st.one_of(st.just(first), st.sampled_from(words))
 
 
@@ -159,6 +158,7 @@ def actions() -> st.SearchStrategy[list[Action]]:
         _action("freeze_all", ON),
         _action("mode", ON),
         _action("step_half", ON),
+        _action("nap", ["gradients", "none"]),
         _action("new_optimizer", list(OPTIMIZERS)),
     ]
     states = [

@@ -29,13 +29,15 @@ from property_tests import program_actions, program_states
 from property_tests.program_model import named
 from property_tests.program_recipes import Action, Program
 from property_tests.program_refusals import REFUSALS
-from property_tests.program_side import Side, equal_parts, forget_meshes, own_parts
+from property_tests.program_side import Side, equal_parts, forget_meshes
+from tests.support.sharded import own_parts
 from tests.support.world import World
 
 REDUCING = (
     "backward",
     "input_gradient",
     "raise_in_backward",
+    "raise_in_leaf_hooks",
     "alone",
 )
 WITHIN = ("forward", "raise_in_forward", "copy_aside")
@@ -54,6 +56,7 @@ ON_SHARDS = (
     "step_half",
     "scaled",
     "raw_round_trip",
+    "nap",
 )
 """Actions on ``model.parameters()``, which are others while a unit is full by hand."""
 WHILE_LOCAL = (
@@ -348,7 +351,6 @@ def attempt(function: Any, *arguments: Any) -> tuple[Any, Exception | None]:
 
 
 def tell(error: Exception | None) -> str:
-    """An error in one line, without the rank at its end."""
     text = f"{type(error).__name__}: {error}" if error is not None else "nothing"
     return re.sub(r" \[rank \d+\]$", "", text)
 

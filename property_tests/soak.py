@@ -87,7 +87,6 @@ Counts = dict[str, int]
 
 
 def action_of(seed: int, step: int) -> str:
-    """What step ``step`` does."""
     chooser = random.Random(f"{seed}/{step}")
     return chooser.choices(list(STEPS), [often for often, _ in STEPS.values()])[0]
 
@@ -199,10 +198,7 @@ def counts(world: World) -> Counts:
 def soak(
     world: World, seed: int, steps: int, every: int, folder: str, cycle: int
 ) -> list[Counts]:
-    """Take the steps on this rank; return the counts after every ``every`` steps.
-
-    ``cycle`` steps are repeated: in the second cycle nothing is new to the ranks.
-    """
+    """Take the steps on this rank; return the counts after every ``every`` steps."""
     warnings.simplefilter("ignore")
     machine = Soak(world, seed, folder)
     found = []
@@ -216,10 +212,7 @@ def soak(
 
 
 def grown(found: Sequence[Counts]) -> dict[str, list[int]]:
-    """The counts that are larger in the last third than ever in the second one.
-
-    The first third fills what is bounded: rings, caches, records of orders.
-    """
+    """The counts that are larger in the last third than ever in the second one."""
     third = len(found) // 3
     names = sorted({name for each in found for name in each})
     series = {name: [each.get(name, 0) for each in found] for name in names}

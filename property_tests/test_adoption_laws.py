@@ -57,7 +57,6 @@ class Weights(nn.Module):
         self.m = nn.Parameter(torch.linspace(-1, 1, 3 * numel).view(3, numel))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sums whose gradients are equal on all ranks."""
         return torch.stack([x.sum(), *((p * 0.5).sum() for p in self.parameters())])
 
 
@@ -180,13 +179,11 @@ def run(program: Program, numel: int = 4) -> Iterator[str]:
 
 
 def check_programs(world: World, programs: list[Program]) -> None:
-    """Each program agrees with the plain model after each action."""
     for program in programs:
         assert list(run(program)) == [], program
 
 
 def case(*actions: Action) -> list[Program]:
-    """The same program with both paths."""
     full, half = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
     return [("composable", full, list(actions)), ("wrapper", half, list(actions))]
 

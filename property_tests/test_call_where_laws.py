@@ -44,11 +44,26 @@ KEPT_FULL = Program(
 )
 
 
+FIXED = [
+    KEPT_FULL,
+    Program(),
+    Program(kept="block", joins="times", calls=2),
+    Program(kept="span", order=(1, 0, 1)),
+    Program(kept="body", early=False, micro=2),
+    Program(kept="call", path="wrapper"),
+    Program(inner=True, kept="tower", order=(0, 0)),
+    Program(frozen="tower", reshards=False),
+    Program(order=(), zeros=True, micro=3),
+    Program(strategy=ShardingStrategy.NO_SHARD, micro=2, calls=2),
+]
+"""Checkpoints of each kind, calls in calls, frozen and whole units."""
+
+
 @pytest.mark.req("M-13")
 @pytest.mark.parametrize("world_size", [2, 3])
 @examples(8)
 @given(programs=batches(PROGRAMS))
-@example(programs=[KEPT_FULL])
+@example(programs=FIXED)
 def test_ranks_that_drop_units_train_as_the_plain_model(
     ranks: Callable[[int], RankPool], world_size: int, programs: list[Program]
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,10 +18,9 @@ from tests.faults.fingerprints import Outcome, outcome
 from tests.support.models import build, legal_units
 from tests.support.recipes import ModelRecipe
 from tests.support.reference import apply_units
+from tests.support.sharded import RankCount
 from tests.support.strategies import FEATURES, model_recipes
-from tests.support.world import RankPool, World
-
-RankCount = Callable[[int], RankPool]
+from tests.support.world import World
 
 KINDS = (
     *("nothing", "name", "order", "shape", "dtype", "requires_grad"),
@@ -58,7 +57,6 @@ def places_of(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
 
 
 def names_of(model: nn.Module, parameter: nn.Parameter) -> tuple[str, ...]:
-    """Return all names of ``parameter``."""
     every = model.named_parameters(remove_duplicate=False)
     return tuple(name for name, each in every if each is parameter)
 
@@ -149,7 +147,6 @@ def edit(
 
 
 def check_faults(world: World, faults: list[Fault]) -> list[Found]:
-    """Shard each model, with the change on the last rank, and save it."""
     return [check_fault(world, fault) for fault in faults]
 
 

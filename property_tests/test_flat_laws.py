@@ -36,10 +36,9 @@ from tests.support.reference import (
     train,
     wide_input,
 )
+from tests.support.sharded import RankCount
 from tests.support.strategies import FEATURES, model_recipes
-from tests.support.world import RankPool, World
-
-RankCount = Callable[[int], RankPool]
+from tests.support.world import World
 
 PRECISIONS = (
     None,
@@ -57,7 +56,6 @@ OPTIONS = st.fixed_dictionaries(
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW that leaves what has no gradient as it is."""
     group = [{"params": list(parameters)}]
     return torch.optim.AdamW(group, lr=0.05, eps=1e-3, weight_decay=0.0)
 

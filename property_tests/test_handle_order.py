@@ -7,8 +7,6 @@ paths. What is expected is read off an unsharded twin, never off our own travers
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -25,10 +23,9 @@ from tests.runtime.orders import (
 )
 from tests.support.models import build, module_at
 from tests.support.recipes import ModelRecipe, ModuleRecipe
+from tests.support.sharded import RankCount
 from tests.support.strategies import FEATURES, model_recipes
-from tests.support.world import RankPool, fake_world
-
-RankCount = Callable[[int], RankPool]
+from tests.support.world import fake_world
 
 WORLD_SIZES = (1, 2, 3, 4)
 

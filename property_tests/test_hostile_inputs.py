@@ -8,24 +8,20 @@ the files only claim (``hostile_guard`` says how each is seen).
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from composable_fsdp.errors import CheckpointError
 from property_tests.hostile_guard import (
-    Broken,
     Guard,
     read_every_way,
     read_everything,
-    refused,
 )
 from property_tests.hostile_inputs import (
     CHANGES,
@@ -95,7 +91,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 def made(name: str) -> Case:
-    """A ``torch.save`` file with an odd value."""
     return "tree", "torch", [("set", 0, 1, ("make", name))]
 
 
@@ -148,24 +143,3 @@ def test_changed_files_are_refused_or_read_as_they_stand(
     if what == "bytes" and kind in ("native", "torch") and outcomes[3] == 0:
         refusal = isinstance(outcomes[0], CheckpointError)
         assert refusal or _same(outcomes[0], bench.values[kind])
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_the_guard_sees_what_it_is_for(bench: Bench, number: int) -> None:
-    """A process started, a file outside, and memory that was not there."""
-    calls: list[Callable[[], object]] = [
-        lambda: os.system("true"),
-        lambda: (bench.outside / "manifest.json").read_bytes(),
-        lambda: refused(lambda: hide(lambda: torch.empty(2**40))),
-    ]
-
-    with pytest.raises(Broken), bench.guard.watching(bench.folder / "none"):
-        calls[number]()
-
-
-def hide(call: Callable[[], object]) -> None:
-    """Do as a reader that turns all errors into its own."""
-    try:
-        call()
-    except Exception as error:
-        raise CheckpointError("damaged") from error

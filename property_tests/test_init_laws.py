@@ -13,9 +13,9 @@ from torch import nn
 from composable_fsdp import fully_shard, init_weights
 from property_tests.live import batches, examples
 from tests.support.models import legal_units, module_at
-from tests.support.world import RankPool, World
+from tests.support.sharded import RankCount
+from tests.support.world import World
 
-RankCount = Callable[[int], RankPool]
 Tree = str | list["Tree"]
 Recipe = tuple[list[Tree], list[str], bool, bool]
 """Layers, paths of units, whether two layers are tied, whether built on meta."""

@@ -7,7 +7,6 @@ back on any other placement, bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -24,9 +23,9 @@ from composable_fsdp import Block, fully_shard, load, save
 from composable_fsdp.storage.native import NativeSource
 from property_tests.live import examples
 from tests.parallel.models import mesh_of, whole
-from tests.support.world import RankPool, World
+from tests.support.sharded import RankCount
+from tests.support.world import World
 
-RankCount = Callable[[int], RankPool]
 NUMBER = count()
 
 

@@ -7,26 +7,26 @@ illegal ones end, in bounded time, with both names.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from composable_fsdp import BackwardPrefetch, CustomPolicy, no_sync, plan
+from composable_fsdp import BackwardPrefetch, no_sync
 from composable_fsdp.comm import agreement
 from property_tests.live import batches, examples
 from tests.runtime.events import units_of, unused, watched
-from tests.support.models import build, legal_units, module_at
+from tests.support.models import build, legal_units
 from tests.support.recipes import ModelRecipe
 from tests.support.reference import apply_units, backward, loss_of, wide_input
+from tests.support.sharded import RankCount
 from tests.support.strategies import FEATURES, model_recipes
-from tests.support.world import RankFailure, RankPool, World
+from tests.support.world import World
 
-RankCount = Callable[[int], RankPool]
 MODES = [*BackwardPrefetch, None]
 ROUNDS = ("train", "evaluate", "accumulate", "twice")
 
@@ -97,98 +97,3 @@ def test_legal_programs_run_and_waste_no_gather(
 ) -> None:
     """Training, evaluation, accumulation and several forwards, in any order."""
     ranks(2).run(check_legal, recipes, rounds, mode)
-
-
-def order_of(
-    recipe: ModelRecipe, units: list[str], parent: str | None = None
-) -> list[str]:
-    """Units in the order of their forwards; ``parent``'s children run in reverse."""
-    model = build(recipe)
-    if parent is not None:
-        turn_round(model, parent)
-    seen: list[str] = []
-    for unit in units:
-        module_at(model, unit).register_forward_pre_hook(
-            lambda *_, unit=unit: seen.append(unit)
-        )
-    model(torch.ones(2, recipe.width))
-    return seen
-
-
-def turn_round(model: nn.Module, parent: str) -> None:
-    """Reverse the order in which ``parent`` runs its children."""
-    children = module_at(model, parent)._modules
-    for name in list(children)[-2::-1]:
-        children[name] = children.pop(name)
-
-
-def sending_units(recipe: ModelRecipe) -> list[str]:
-    """Units that own elements, so that they gather."""
-    model = build(recipe)
-    units = legal_units(model, recipe.sharded)
-    found = plan(
-        model,
-        world_size=2,
-        policy=CustomPolicy(
-            lambda module: any(module is module_at(model, unit) for unit in units)
-        ),
-    )
-    sized = {u.fqn for u in found.units if any(r.numel for r in u.regions)}
-    return [unit for unit in units if unit in sized]
-
-
-def check_illegal(world: World, recipe: ModelRecipe, parent: str, at: int) -> None:
-    """The last rank runs the children of ``parent`` in reverse from step ``at`` on."""
-    model = build(recipe)
-    units = legal_units(model, recipe.sharded)
-    sharded = apply_units(model, units, forward_prefetch=True)
-    make = wide_input(recipe.width)
-    for index in range(4):
-        if index == at and world.rank == world.world_size - 1:
-            turn_round(model, parent)
-            # Nobody follows, so it need not wait long; until here it may have to.
-            os.environ[agreement.TIMEOUT_VARIABLE] = "0.2"
-        loss = loss_of(sharded, make(index, world.rank))
-        if loss.requires_grad:
-            backward(loss)
-
-
-def turned_somewhere(recipe: ModelRecipe) -> list[tuple[str, str, str]]:
-    """Modules whose children in reverse change the order of units that gather, and the
-    first two units that then meet."""
-    units = sending_units(recipe)
-    straight = order_of(recipe, units)
-    found = []
-    for parent in recipe.paths():
-        turned = order_of(recipe, units, parent)
-        pairs = [(a, b) for a, b in zip(straight, turned, strict=True) if a != b]
-        found += [(parent, *pair) for pair in pairs[:1]]
-    return found
-
-
-@pytest.mark.req("D-06", "X-12")
-@examples(4)
-@given(
-    recipe=model_recipes(2, 3, FEATURES - {"replicate", "shared", "tied", "dtypes"}),
-    at=st.sampled_from([0, 3]),
-    data=st.data(),
-)
-def test_another_order_on_one_rank_is_named(
-    ranks: RankCount, recipe: ModelRecipe, at: int, data: st.DataObject
-) -> None:
-    """Wherever in the tree, in the first step or later."""
-    turns = turned_somewhere(recipe)
-    assume(turns)
-    parent, usual, other = data.draw(st.sampled_from(turns))
-
-    with pytest.raises(RankFailure) as caught:
-        ranks(2).run(check_illegal, recipe, parent, at, patience=0.1)
-
-    text = str(caught.value)
-    assert "DesyncError" in text
-    # Before the first gather the models themselves are compared, by registration.
-    if at == 0:
-        assert "sharded different models. They differ first in unit number" in text
-    else:
-        assert f"runs {usual!r}" in text
-        assert f"runs {other!r}" in text

@@ -31,9 +31,9 @@ from property_tests.live import examples
 from property_tests.program_side import Verbatim
 from tests.parallel import experts, models
 from tests.support.reference import backward
-from tests.support.world import RankPool, World
+from tests.support.sharded import RankCount
+from tests.support.world import World
 
-RankCount = Callable[[int], RankPool]
 Steps = Callable[[int], Tensor]
 
 

@@ -11,7 +11,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from composable_fsdp.compose.registry import set_state
 from composable_fsdp.config import Block
 from composable_fsdp.errors import PlanError
 from composable_fsdp.tools.plan import plan
@@ -65,7 +64,6 @@ class Tied:
 
     @property
     def owner(self) -> str | None:
-        """The unit that is the nearest above every name; None if there is no such."""
         nearest = {chain[-1] for chain in self.chains}
         return nearest.pop() if len(nearest) == 1 else None
 
@@ -181,24 +179,6 @@ def test_promotion_gives_a_tied_parameter_to_the_lowest_unit_above_all_places(
         deepest = max(common, key=lambda unit: len(unit.split(".")) if unit else 0)
         assert got[tied.names[0]] == deepest
     assert result.numel == sum(p.numel() for p in model.parameters())
-
-
-@pytest.mark.req("S1-16")
-@given(recipe=model_recipes(features=FEATURES - {"shared", "tied"}))
-def test_a_plan_holds_what_is_outside_marked_subtrees(recipe: ModelRecipe) -> None:
-    """Every parameter above or beside the marks is planned, and none below one is."""
-    model = build(recipe)
-    marked = recipe.replicated_paths()
-    for path in marked:
-        set_state(module_at(model, path), "replicate", object())
-
-    result = plan(model, world_size=2)
-
-    assert set(owners(result)) == {
-        name
-        for name, _ in model.named_parameters()
-        if not any(name.startswith(f"{path}.") for path in marked)
-    }
 
 
 @given(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,14 +15,10 @@ from torch.distributed.fsdp import wrap as fsdp1
 from composable_fsdp.doors.wrapping import post_order_apply
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.policies import (
-    CustomPolicy,
-    ModuleWrapPolicy,
     SizePolicy,
-    Targets,
     evaluate_policy,
 )
-from composable_fsdp.wrap import always_wrap_policy, size_based_auto_wrap_policy
-from tests.support.models import Node, build, module_at
+from tests.support.models import build, module_at
 from tests.support.recipes import ModelRecipe
 from tests.support.strategies import FEATURES, model_recipes
 
@@ -74,7 +69,6 @@ def fsdp1_units(
 
 
 def some_of(model: nn.Module, recipe: ModelRecipe) -> frozenset[nn.Module]:
-    """The drawn modules with all below them."""
     return walk.subtrees(module_at(model, path) for path in recipe.sharded)
 
 
@@ -114,85 +108,6 @@ def test_units_and_questions_are_those_of_fsdp1(
         found = {named(ours)[module] for module in units}
         assert found == {names[module] for module in wrapped}
     assert heard == expected
-
-
-def two_pass(
-    root: nn.Module, ignored: Set[nn.Module], root_kwargs: Mapping[str, Any]
-) -> dict[nn.Module, dict[str, Any]]:
-    """Count first, then choose what is larger than the mean."""
-    nodes = [m for m in root.modules() if isinstance(m, Node)]
-    numels = {m: sum(p.numel() for p in m.parameters()) for m in nodes}
-    mean = sum(numels.values()) / len(numels)
-    return {m: {"numel": numel} for m, numel in numels.items() if numel > mean}
-
-
-def writes_to_what_it_gets(
-    root: nn.Module, ignored: set[nn.Module], root_kwargs: dict[str, Any]
-) -> dict[nn.Module, dict[str, Any]]:
-    ignored.clear()
-    root_kwargs["precision"] = "changed"
-    return {m: root_kwargs for m in root.modules() if isinstance(m, Node)}
-
-
-class WritesAsAnObject:
-    """The same hostility from a policy object."""
-
-    def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
-    ) -> Targets:
-        return writes_to_what_it_gets(root_module, ignored_modules, root_kwargs)
-
-
-POLICIES: dict[str, object] = {
-    "class": ModuleWrapPolicy({Node}),
-    "custom": CustomPolicy(lambda m: isinstance(m, Node) and {"precision": "own"}),
-    "size": SizePolicy(10),
-    "size callable": partial(size_based_auto_wrap_policy, min_num_params=10),
-    "always": always_wrap_policy,
-    "two passes": two_pass,
-    "writes": writes_to_what_it_gets,
-    "writes as an object": WritesAsAnObject(),
-    "torch's": fsdp1.ModuleWrapPolicy({Node}),
-}
-
-
-@pytest.mark.req("S0-01", "D-04")
-@pytest.mark.parametrize("kind", POLICIES)
-@given(recipe=model_recipes(), as_boundary=st.booleans())
-def test_units_come_in_modules_order_and_nothing_changes(
-    kind: str, recipe: ModelRecipe, as_boundary: bool
-) -> None:
-    """No root, no container, nothing in or below what is ignored or already a unit, and
-    by class all others; tree, options and sets are as before; a copy gets the same."""
-    model = build(recipe)
-    twin = copy.deepcopy(model)
-    before, root_kwargs = snapshot(model), {"precision": "root"}
-    found = []
-    for each in (model, twin):
-        tops = {module_at(each, path) for path in recipe.sharded}
-        ignored = set() if as_boundary else set(tops)
-        units = evaluate_policy(
-            POLICIES[kind],
-            each,
-            boundaries=frozenset(tops if as_boundary else ()),
-            ignored_modules=ignored,
-            root_kwargs=root_kwargs,
-        )
-        found.append([(named(each)[m], dict(o)) for m, o in units.items()])
-
-        assert ignored == (set() if as_boundary else tops)
-        assert list(units) == [m for m in each.modules() if m in units]
-        assert units.keys().isdisjoint(some_of(each, recipe) | {each})
-        assert all(isinstance(m, Node) for m in units)
-        if kind == "class":
-            nodes = {m for m in each.modules() if isinstance(m, Node)}
-            assert units.keys() == nodes - some_of(each, recipe) - {each}
-    assert found[0] == found[1]
-    assert snapshot(model) == before
-    assert root_kwargs == {"precision": "root"}
 
 
 @pytest.mark.req("S0-01", "S0-02", "S1-18")

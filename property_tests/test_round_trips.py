@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,10 +25,9 @@ from tests.support.reference import (
     loss_of,
     wide_input,
 )
+from tests.support.sharded import RankCount
 from tests.support.strategies import FEATURES, model_recipes
-from tests.support.world import RankPool, World
-
-RankCount = Callable[[int], RankPool]
+from tests.support.world import World
 
 RECIPES = model_recipes(2, 2, FEATURES - {"replicate"})
 

@@ -1,7 +1,6 @@
 """The house of ``docs/development/design.md``, held against the source as it is.
 
-The rules stand in ``tests/import_graph.py``, ``tests/source_rules.py`` and
-``tests/field_rules.py``.
+The rules stand in ``tests/import_graph.py`` and ``tests/source_rules.py``.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from pathlib import Path
 import pytest
 
 import composable_fsdp
-from tests import budgets, field_rules, import_graph, source_rules
+from tests import budgets, import_graph, source_rules
 from tests.import_graph import Module
 from tests.support.scripts import run_script
 
 ROOT = Path(composable_fsdp.__file__).parent
 
 FRESH = """
-import importlib, os, pkgutil, sys
+import os, sys
 for name in [n for n in sys.modules if n.partition(".")[0] == "composable_fsdp"]:
     del sys.modules[name]  # of the process that starts others
 if os.fork() == 0:
@@ -28,20 +27,6 @@ if os.fork() == 0:
     print(sum(m.split(".")[0] == "composable_fsdp" for m in sys.modules), flush=True)
     os._exit(0)
 os.wait()
-import composable_fsdp.api
-import composable_fsdp
-EXTRAS = {
-    "accelerate", "lightning", "matplotlib", "peft", "rich", "torchmetrics",
-    "transformers",
-}
-for found in pkgutil.walk_packages(composable_fsdp.__path__, "composable_fsdp."):
-    if found.name.endswith(".__main__"):
-        continue  # runs the command line
-    try:
-        importlib.import_module(found.name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in EXTRAS:
-            raise
 """
 
 
@@ -52,10 +37,7 @@ def package() -> dict[str, Module]:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> int:
-    """How many modules ``fully_shard`` alone loads.
-
-    The process imports ``api`` first, and then everything: no import is circular.
-    """
+    """How many modules ``fully_shard`` alone loads."""
     folder = tmp_path_factory.mktemp("fresh")
     (folder / "fresh.py").write_text(FRESH)
     status, output = run_script("fresh.py", ranks=1, folder=folder)
@@ -72,7 +54,6 @@ RULES: list[Rule] = [
     source_rules.group_makers,
     source_rules.placeless_tensors,
     source_rules.door_logic,
-    field_rules.wide_classes,
 ]
 
 
@@ -101,16 +82,6 @@ def test_every_file_and_function_that_a_page_names_exists(page: str) -> None:
 
     assert source_rules.absent_names(text, [ROOT, ROOT.parent]) == []
     assert page != "tour" or len(source_rules.NAMED.findall(text)) > 50
-
-
-def test_sharding_a_module_needs_nothing_of_optimizers(
-    package: dict[str, Module],
-) -> None:
-    """No module that ``entries.apply`` imports, directly or not, is in ``optim``."""
-    reached = import_graph.reached_from(package, "composable_fsdp.entries.apply")
-
-    assert "composable_fsdp.runtime.forward" in reached
-    assert [name for name in reached if ".optim." in name] == []
 
 
 def test_local_variables_of_other_functions_are_not_read(

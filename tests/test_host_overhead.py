@@ -86,17 +86,6 @@ def test_the_world_size_adds_nothing() -> None:
     assert of_a_step(16, world_size=1024) == of_a_step(16)
 
 
-def of_a_deep_step(depth: int) -> Counts:
-    """``of_a_step`` below so many further frames."""
-    return of_a_deep_step(depth - 1) if depth else of_a_step.__wrapped__(16)
-
-
-@pytest.mark.req("U-15")
-def test_the_depth_of_the_stack_adds_nothing() -> None:
-    """A program may call the step from functions of functions."""
-    assert of_a_deep_step(20) == of_a_step(16)
-
-
 @pytest.mark.req("U-15")
 def test_a_parameter_adds_a_few_calls() -> None:
     """What 12 more parameters in a unit add stays under the ceilings for each."""

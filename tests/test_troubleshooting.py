@@ -47,7 +47,6 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def different_models(rank: int) -> None:
-    """Rank 1 has a block more."""
     torch.manual_seed(0)
     model = Net()
     if rank:
@@ -58,7 +57,6 @@ def different_models(rank: int) -> None:
 
 
 def different_weights(rank: int) -> None:
-    """Each rank has its own seed."""
     torch.manual_seed(rank)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -66,14 +64,12 @@ def different_weights(rank: int) -> None:
 
 
 def part_called(rank: int) -> None:
-    """A layer of a unit is called."""
     model = sharded()
     model(BATCH)
     cast(Block, model.blocks[0]).mlp(torch.ones(1, WIDTH))
 
 
 def torch_clips(rank: int) -> None:
-    """The clipping of torch."""
     model = sharded()
     trained(model)
     with warnings.catch_warnings():
@@ -82,7 +78,6 @@ def torch_clips(rank: int) -> None:
 
 
 def muon(rank: int) -> None:
-    """An optimizer of whole matrices."""
     model = sharded()
     trained(model)
     matrices = [p for p in model.parameters() if p.ndim == 2]
@@ -91,7 +86,6 @@ def muon(rank: int) -> None:
 
 
 def optimizer_inside(rank: int) -> None:
-    """An optimizer made inside unshard_params."""
     model = sharded()
     with unshard_params(model):
         optimizer = torch.optim.AdamW(model.parameters())
@@ -100,7 +94,6 @@ def optimizer_inside(rank: int) -> None:
 
 
 def step_inside(rank: int) -> None:
-    """A step inside unshard_params."""
     model = sharded()
     optimizer = trained(model)
     with unshard_params(model):
@@ -108,14 +101,12 @@ def step_inside(rank: int) -> None:
 
 
 def not_a_number(rank: int) -> None:
-    """A loss of NaN."""
     model = sharded()
     torch.autograd.backward(loss_of(model, BATCH) * float("nan"))
     clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
 
 
 def two_dtypes(rank: int) -> None:
-    """Blocks in bfloat16 below a root in float32."""
     model = Net()
     for block in model.blocks:
         block.norm = nn.Identity()
@@ -125,18 +116,15 @@ def two_dtypes(rank: int) -> None:
 
 
 def parent_first(rank: int) -> None:
-    """The model before its blocks."""
     model = fully_shard(Net())
     fully_shard(model.blocks[0])
 
 
 def list_of_modules(rank: int) -> None:
-    """A ModuleList."""
     fully_shard(Net().blocks)
 
 
 def tied(rank: int) -> None:
-    """A weight in two units."""
     model = Net()
     model.head.weight = model.embed.weight
     fully_shard(model.head)
@@ -144,26 +132,22 @@ def tied(rank: int) -> None:
 
 
 def on_meta(rank: int) -> None:
-    """No values."""
     with torch.device("meta"):
         model = Net()
     fully_shard(model)(BATCH)
 
 
 def saved_twice(rank: int) -> None:
-    """The same directory."""
     model = sharded()
     save("runs/step-1", model)
     save("runs/step-1", model)
 
 
 def wrong_path(rank: int) -> None:
-    """No checkpoint there."""
     load("nowhere", sharded())
 
 
 def other_model(rank: int) -> None:
-    """A head of another width."""
     save("runs/step-1", sharded())
     model = Net()
     model.head = nn.Linear(WIDTH, VOCABULARY + 1)
@@ -171,7 +155,6 @@ def other_model(rank: int) -> None:
 
 
 def no_optimizer(rank: int) -> None:
-    """A checkpoint of the model alone."""
     model = sharded()
     save("runs/step-1", model)
     load("runs/step-1", model, torch.optim.AdamW(model.parameters()))

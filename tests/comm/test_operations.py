@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -18,9 +17,8 @@ from composable_fsdp.comm import collectives, operations
 from composable_fsdp.comm.operations import operation_log
 from composable_fsdp.errors import CollectiveError
 from composable_fsdp.features import recent_operations
-from tests.support.world import RankPool, World, fake_world
-
-RankCount = Callable[[int], RankPool]
+from tests.support.sharded import RankCount
+from tests.support.world import World, fake_world
 
 
 @pytest.mark.req("U-10")
@@ -124,7 +122,6 @@ class EndsAtTheLimit:
             raise RuntimeError(self.error)
 
     def is_completed(self) -> bool:
-        """Between the first wait and this question the collective has completed."""
         return True
 
 

@@ -6,7 +6,7 @@ Events are stand-ins. The runtime of CUDA is one, too, where a thread changes it
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +20,7 @@ from composable_fsdp.comm import collectives, operations
 from composable_fsdp.comm.operations import OperationLog, operation_log
 from composable_fsdp.features.guard import progress
 from tests.support.streams import FakeEvent, stream_order
-from tests.support.world import RankPool, fake_world
-
-RankCount = Callable[[int], RankPool]
+from tests.support.world import fake_world
 
 
 class Event:
@@ -32,7 +30,6 @@ class Event:
         self.reached, self.asked = reached, 0
 
     def query(self) -> bool:
-        """Count the question."""
         self.asked += 1
         return self.reached
 
@@ -55,7 +52,6 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[OperationLog]:
 
 
 def mark(log: OperationLog, *events: Event) -> None:
-    """Put an event behind each operation."""
     for operation, event in zip(log.operations, events, strict=True):
         log.marks[event] = operation.number
 

@@ -30,15 +30,12 @@ class Backend:
         self.mem_allocator = "allocator"
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Note the call."""
         self.calls.append(("connect", device.type))
 
     def register_mem_pool(self, pool: object) -> None:
-        """Note the call."""
         self.calls.append(("register", pool))
 
     def make_pool(self, allocator: object) -> str:
-        """As ``torch.cuda.MemPool``."""
         self.calls.append(("pool", allocator))
         return "pool"
 
@@ -52,7 +49,6 @@ class Backend:
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """The stand-in, also where ``fully_shard`` looks for NCCL."""
     return stand_in(monkeypatch)
 
 
@@ -120,6 +116,5 @@ def test_without_nccl_the_option_is_refused_by_name(world_of_two: None) -> None:
 
 @pytest.fixture
 def world_of_two() -> Iterator[None]:
-    """A rank of two, without peers."""
     with fake_world(2):
         yield

@@ -21,68 +21,15 @@ class Log(OrderLog):
         self.made: list[str] = []
 
     def _exchange(self, at: str, values: Sequence[object]) -> None:
-        """All ranks come here."""
         self.made.append({BEGIN: "begin", END: "round"}.get(at, "use"))
 
     def _announce(self, at: str, *_: object, **__: object) -> None:
-        """A use or a begin is not the expected one."""
         self.made.append("depart begin" if at == BEGIN else "depart")
 
 
 def made(log: Log) -> list[str]:
-    """The comparisons since the last call."""
     found, log.made = log.made, []
     return found
-
-
-def run(log: Log, uses: str, mode: str = "train") -> list[bool]:
-    """One round; whether each use was the expected one."""
-    hits = []
-    for use in uses:
-        hits.append(log.expected[log.position] == use)
-        if hits[-1]:
-            log.position += 1
-        else:
-            log.depart(use, mode)
-    log.end()
-    return hits
-
-
-@pytest.mark.req("X-12")
-def test_an_order_that_varies_is_compared_once_in_a_round() -> None:
-    """From the third departure on; once the order is steady, it is recorded again."""
-    log = Log()
-    for order in ("abc", "abc", "abc", "ab", "abc"):
-        run(log, order)
-    made(log)
-
-    for order in ("ac", "bc", "abc", "cb"):
-        run(log, order)
-        assert made(log) == ["round"]
-    for _ in range(4):
-        run(log, "abc")
-        assert made(log) == ["round"]
-    run(log, "abc")
-    assert made(log) == ["round"]
-    assert run(log, "abc") == [False, True, True]
-    assert made(log) == []
-
-
-@pytest.mark.req("X-12")
-def test_logs_over_a_group_have_a_common_order_of_rounds() -> None:
-    """A schedule of two models is expected once it has run; another one departs."""
-    order = Order(set())
-    one, two = Log(order), Log(order)
-
-    def schedule(names: str) -> list[str]:
-        for name in names:
-            run(one if name == "1" else two, "ab")
-        return made(one) + made(two)
-
-    schedule("112" * 12)
-    assert schedule("112" * 3) == []
-    assert schedule("2") == ["depart begin"]
-    assert schedule("112" * 3) == []
 
 
 @given(st.lists(st.sampled_from("fbc"), min_size=1, max_size=120))

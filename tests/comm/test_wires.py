@@ -148,27 +148,6 @@ def test_zeros_nans_and_extremes(wire: WireFormat) -> None:
         assert bool(got.isnan().all())
 
 
-@pytest.mark.req("M-04")
-@pytest.mark.parametrize(
-    ("wire", "nbytes"),
-    [
-        (Int8Wire(), 1280 + 10 * 4 + 8),
-        # 65 rows of 20 elements over two ranks: 33 rows, and then 32.
-        (Float8Wire(), 672 + 33 * 4 + 12),
-        (Float8Wire("tensor"), 672 + 16),
-    ],
-    ids=repr,
-)
-def test_a_slice_holds_values_and_scales(wire: WireFormat, nbytes: int) -> None:
-    """A byte per element and four per scale, both rounded up to 16."""
-    region = region_of(
-        [(65, 20)] if wire.needs_rows else [(2, 1280)], wire, 2, DTYPES[0]
-    )
-
-    assert wire.nbytes(region.wire_layout) == nbytes
-    assert region.wire_nbytes == 2 * nbytes
-
-
 def test_vectors_integers_and_empty_matrices_are_gathered_as_they_are() -> None:
     """A wire format takes floating point matrices."""
     wire = Int8Wire()

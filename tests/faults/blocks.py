@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import ShardingStrategy, fully_shard
+from tests.support.scripts import launch
 
+train_faulty = partial(
+    launch, str(Path(__file__).with_name("faulty_training.py")), limit=25.0
+)
+"""Start ranks of ``faulty_training``."""
 SOON = 15.0
 """Seconds within which every rank has its error."""
 

@@ -1,6 +1,6 @@
 """A training program with a fault, over this package or over torch's FSDP2.
 
-Ranks of torchrun, or of ``tests.faults.launch``, run this file::
+Ranks of torchrun, or of ``tests.support.scripts``, run this file::
 
     torchrun --nproc-per-node 2 -m tests.faults.faulty_training kill-in-backward
     torchrun --nproc-per-node 2 -m tests.faults.faulty_training --library torch swap
@@ -54,7 +54,6 @@ class Layer(nn.Module):
         self.outer: nn.Module = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, WIDTH)`` to the same."""
         result: Tensor = self.outer(self.inner(x))
         return result
 
@@ -106,12 +105,10 @@ def send(number: signal.Signals) -> Callable[..., None]:
 
 
 def refuse(*_: object) -> None:
-    """Raise, as a module does that does not like its input."""
     raise ValueError("a bad sample")
 
 
 def between_gathers(program: Program, hook: Callable[..., None]) -> None:
-    """Call ``hook`` in forward, when the second block has its weights."""
     program.model.get_submodule("blocks.1.0").register_forward_pre_hook(hook)
 
 
@@ -124,13 +121,7 @@ def in_backward(program: Program, hook: Callable[..., None]) -> None:
     program.model.get_submodule("blocks.1.0.inner").register_forward_hook(watch)
 
 
-def in_step(program: Program, hook: Callable[..., None]) -> None:
-    """Call ``hook`` when the optimizer begins its step."""
-    program.optimizer.register_step_pre_hook(hook)
-
-
 def before_call(hook: Callable[..., None]) -> None:
-    """Call ``hook`` while the other ranks are in a state dict for some time."""
     time.sleep(1.0)
     hook()
 
@@ -155,14 +146,12 @@ def route(*order: int) -> Callable[[Program], None]:
 
 
 def ended(program: Program) -> None:
-    """Have no more batches."""
     sys.exit(0)
 
 
 AT_STEP: dict[str, Callable[[Program], None]] = {
     "kill-between-gathers": lambda p: between_gathers(p, send(signal.SIGKILL)),
     "kill-in-backward": lambda p: in_backward(p, send(signal.SIGKILL)),
-    "kill-in-step": lambda p: in_step(p, send(signal.SIGKILL)),
     "kill-in-save": in_save,
     "raise-in-backward": lambda p: in_backward(p, refuse),
     "swap": route(0, 2, 1),

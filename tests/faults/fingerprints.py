@@ -45,7 +45,6 @@ class Layer(nn.Module):
 
 
 def build(seed: int = 0, layers: int = 3) -> nn.Sequential:
-    """Return layers whose values ``seed`` decides."""
     torch.manual_seed(seed)
     return nn.Sequential(*(Layer() for _ in range(layers)))
 
@@ -77,7 +76,6 @@ class _Gather:
     """Stands in for an all-gather, which no rank comes to."""
 
     def allocate(self, *_: Any, **__: Any) -> Tensor:
-        """Allocate nothing."""
         raise NotImplementedError
 
     __call__: Any = allocate

@@ -39,7 +39,6 @@ class Refused(Exception):
 
 
 def refuse(*_: object) -> None:
-    """Raise."""
     raise Refused
 
 

@@ -94,7 +94,6 @@ NAMES = list(CALLS)
 
 
 def soon(seconds: float) -> Any:
-    """Ranks wait for each other for some seconds."""
     return mock.patch.dict(os.environ, {agreement.TIMEOUT_VARIABLE: str(seconds)})
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from composable_fsdp import verify
-from tests.faults.launch import launch
+from tests.faults.blocks import train_faulty
 from tests.support import seam
 from tests.support.short_waits import shorten_waits
 
@@ -19,7 +19,6 @@ LOSS = re.compile(r"^step (\d+) loss (\S+)$", re.MULTILINE)
 
 
 def losses_in(text: str) -> dict[int, float]:
-    """Losses by step, of what a rank printed."""
     return {int(step): float(loss) for step, loss in LOSS.findall(text)}
 
 
@@ -39,14 +38,13 @@ def raised(text: str) -> str:
             "kill-in-backward",
             r"(reduce-scatter|all-gather) of 'blocks\.[012]' \(backward",
         ),
-        ("kill-in-step", r"all-gather of 'blocks\.0' \(forward"),
     ],
 )
 def test_ranks_that_outlive_a_kill_name_unit_and_operation(
     tmp_path: Path, fault: str, collective: str
 ) -> None:
     """They raise at once, not at the time-out, also out of gloo's reduce-scatter."""
-    *living, dead = launch(fault, ranks=3, folder=tmp_path)
+    *living, dead = train_faulty(fault, ranks=3, folder=tmp_path)
 
     assert dead.status == -signal.SIGKILL
     for rank, ended in enumerate(living):
@@ -71,13 +69,13 @@ def test_training_that_is_killed_again_and_again_is_that_of_an_unbroken_run(
     steps = 4 * len(faults) + 4
     asked = ("--steps", str(steps))
     (whole := tmp_path / "whole").mkdir()
-    expected = losses_in(launch("none", *asked, ranks=2, folder=whole)[0].output)
+    expected = losses_in(train_faulty("none", *asked, ranks=2, folder=whole)[0].output)
     saves, store = tmp_path / "saves", seam.tcp_store()
 
     found: dict[int, float] = {}
     for number, fault in enumerate([*faults, "none"], start=1):
         at, folder = str(4 * number), str(saves)
-        first, last = launch(
+        first, last = train_faulty(
             *(fault, *asked, "--at", at, "--folder", folder),
             ranks=2,
             folder=tmp_path,
@@ -94,72 +92,54 @@ def test_training_that_is_killed_again_and_again_is_that_of_an_unbroken_run(
     assert found == expected
 
 
-@pytest.mark.req("X-16")
-def test_a_rank_without_further_batches_is_named(tmp_path: Path) -> None:
-    """The others raise when it ends, and say that it has ended."""
-    first, last = launch("fewer-batches", ranks=2, folder=tmp_path)
+PROOF = (
+    r"Rank 0 is in the all-gather of 'blocks\.1' \(forward; operation \d+ of "
+    r"process group '\w+'\); rank 1 runs 'blocks\.2' of \d+ elements, where .* "
+    r"They will never meet\."
+)
+DEPARTS = r"^DesyncError: In forward 3, at use 1, this rank runs 'blocks\.2'"
+LEFT = "where the order of earlier rounds has a backward of Blocks"
+TOLD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "fewer-batches": (
+        (
+            r"^CollectiveError: The all-gather of 'blocks\.0' \(forward",
+            r"Behind: rank 1 has ended.*even_batches\(loader, model\) gives them",
+        ),
+        (),
+    ),
+    # The errors of the others quote an error that nobody caught.
+    "raise-in-backward": (
+        (
+            r"'blocks\.1' \(backward; operation",
+            "has ended with ValueError: a bad sample",
+        ),
+        (),
+    ),
+    # The sockets of the first to end close before the other has read why: it raises the
+    # proof all the same, and not the error of the sockets.
+    "swap": ((PROOF,), (DEPARTS, PROOF)),
+    # As an expert without tokens.
+    "skip-a-block": (
+        (r"runs 'blocks\.2' of 144",),
+        (
+            r"^DesyncError: In forward 3, at use .*this rank runs 'blocks\.2' of 144",
+            r"set_reduce_scatter_unused_params\(module, True\)",
+        ),
+    ),
+    "no-backward": ((LEFT,), (LEFT,)),
+}
+"""Of each fault of rank 1, what the errors of both ranks say."""
 
-    assert last.status == 0
-    assert first.status == 1
+
+@pytest.mark.req("X-06", "X-12", "X-14", "X-16")
+@pytest.mark.parametrize("fault", TOLD)
+def test_what_another_rank_did_is_named_at_once(tmp_path: Path, fault: str) -> None:
+    """On both ranks, long before the time-out of the group."""
+    asked = (fault, "--timeout", "40")
+    first, last = train_faulty(*asked, ranks=2, folder=tmp_path, before=shorten_waits)
+
+    assert (first.status, last.status) == (1, int(fault != "fewer-batches"))
     assert first.seconds < SOON
-    text = raised(first.output)
-    assert re.match(r"CollectiveError: The all-gather of 'blocks\.0' \(forward", text)
-    assert "Behind: rank 1 has ended" in text
-    assert "even_batches(loader, model) gives them the same number of steps." in text
-
-
-@pytest.mark.req("X-06")
-def test_a_rank_that_raises_tells_the_others_why(tmp_path: Path) -> None:
-    """The errors of the others quote its error, which nobody caught."""
-    first, last = launch("raise-in-backward", ranks=2, folder=tmp_path)
-
-    assert (first.status, last.status) == (1, 1)
-    assert last.output.rstrip().endswith("ValueError: a bad sample")
-    assert first.seconds < SOON
-    text = raised(first.output)
-    assert "'blocks.1' (backward; operation" in text
-    assert "has ended with ValueError: a bad sample" in text
-
-
-@pytest.mark.req("X-12")
-def test_ranks_that_never_meet_both_say_so(tmp_path: Path) -> None:
-    """The sockets of the first to end close before the other has read why: it raises
-    the proof all the same, and not the error of the sockets."""
-    first, last = launch("swap", ranks=2, folder=tmp_path, before=shorten_waits)
-
-    departs = "DesyncError: In forward 3, at use 1, this rank runs 'blocks.2'"
-    assert raised(last.output).startswith(departs)
-    proof = (
-        r"Rank 0 is in the all-gather of 'blocks\.1' \(forward; operation \d+ of "
-        r"process group '\w+'\); rank 1 runs 'blocks\.2' of \d+ elements, where .* "
-        r"They will never meet\."
-    )
-    for ended in (first, last):
-        assert re.search(proof, raised(ended.output)), ended.output
-
-
-@pytest.mark.req("X-14")
-def test_a_block_that_one_rank_leaves_out_is_named(tmp_path: Path) -> None:
-    """As an expert without tokens: the rank says what it runs instead, and of what."""
-    asked, instead = ("skip-a-block", "--timeout", "40"), "runs 'blocks.2' of 144"
-    first, last = launch(*asked, ranks=2, folder=tmp_path, before=shorten_waits)
-
-    assert (first.status, last.status) == (1, 1)
-    text = raised(last.output)
-    assert text.startswith("DesyncError: In forward 3, at use ")
-    assert f"this rank {instead}" in text
-    assert "set_reduce_scatter_unused_params(module, True)" in text
-    assert instead in raised(first.output)
-    assert first.seconds < SOON
-
-
-@pytest.mark.req("X-12")
-def test_a_backward_that_one_rank_leaves_out_is_named(tmp_path: Path) -> None:
-    """The rank that goes on to its next forward is told who waits, and where."""
-    asked = ("no-backward", "--timeout", "40")
-    both = launch(*asked, ranks=2, folder=tmp_path, before=shorten_waits)
-
-    assert [each.status for each in both] == [1, 1]
-    for each in both:
-        text = raised(each.output)
-        assert "where the order of earlier rounds has a backward of Blocks" in text
+    for ended, words in zip((first, last), TOLD[fault], strict=True):
+        for each in words:
+            assert re.search(each, raised(ended.output)), ended.output

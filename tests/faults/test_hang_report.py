@@ -39,7 +39,6 @@ class Lines(logging.Handler):
         watch.LOGGER.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
         self.lines.append(record.getMessage())
 
 

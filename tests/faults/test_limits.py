@@ -23,25 +23,6 @@ def seconds(call: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def shard_each(count: int) -> None:
-    """Make a model of ``count`` units."""
-    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(count)])
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-
-
-@pytest.mark.req("X-31")
-def test_the_time_to_shard_is_linear_in_the_number_of_units() -> None:
-    """Eight times the units take about eight times as long, and not sixty-four."""
-    with fake_world(2):
-        shard_each(10)
-        few = min(seconds(lambda: shard_each(100)) for _ in range(3))
-        many = seconds(lambda: shard_each(800))
-
-    assert many < 24 * few, (few, many)
-
-
 @pytest.mark.req("X-31")
 def test_one_unit_of_hundreds_of_modules_trains() -> None:
     """1,200 parameters; a first step that looks at each gradient takes linear time."""
@@ -63,12 +44,10 @@ def test_one_unit_of_hundreds_of_modules_trains() -> None:
 
 
 def transposed(module: nn.Linear) -> None:
-    """A weight whose rows are not adjacent in memory."""
     module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
 
 
 def expanded(module: nn.Linear) -> None:
-    """A weight whose columns share memory."""
     module.weight = nn.Parameter(module.weight.detach()[:, :1].expand(8, 8))
 
 

@@ -15,7 +15,7 @@ import pytest
 from composable_fsdp import save
 from composable_fsdp.comm import nodes
 from composable_fsdp.storage import save as saving
-from tests.faults.launch import launch
+from tests.faults.blocks import train_faulty
 from tests.support.sharded import RankCount, gpt, message_of
 from tests.support.world import World
 
@@ -60,7 +60,9 @@ def test_a_rank_that_is_stopped_inside_a_save_is_told(
 @pytest.mark.req("X-03")
 def test_a_rank_that_ends_before_a_call_is_named_within_seconds(tmp_path: Path) -> None:
     """gloo knows that the connection is closed; nobody waits for the time-out."""
-    first, _ = launch("raise-before-call", "--timeout", "60", ranks=2, folder=tmp_path)
+    first, _ = train_faulty(
+        "raise-before-call", "--timeout", "60", ranks=2, folder=tmp_path
+    )
 
     assert first.status == 1
     assert first.seconds < 8.0

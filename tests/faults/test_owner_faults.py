@@ -46,10 +46,7 @@ def test_other_matrices_on_a_rank_are_refused(world: World) -> None:
 
 
 def raise_and_go_on(world: World, kind: type[BaseException]) -> tuple[str, str, float]:
-    """The function raises on the last rank, and every rank takes another step.
-
-    Returns: the error of this rank, that of the step, and the time of both.
-    """
+    """The function raises on the last rank, and every rank takes another step."""
     shorten_waits()
     model, start = trained(), time.monotonic()
     parameters = list(model.parameters())

@@ -25,7 +25,6 @@ class Refused(Exception):
 
 
 def refuse(*_: object) -> None:
-    """Raise, as a module does that does not like its input."""
     raise Refused
 
 
@@ -65,6 +64,7 @@ def test_every_rank_has_the_proof_soon(ranks: RankCount, tmp_path: Path) -> None
     for rank, (text, took, whole, later) in enumerate(found):
         assert took < SOON, (rank, took)
         assert "after an exception that ended" in text
+        assert rank < 2 or "let the ranks agree" in text
         assert "of 'blocks.1' (forward" in text
         assert whole
         assert "was left in the middle of a collective" in later
@@ -146,25 +146,3 @@ def catch_and_go_on(world: World) -> bool:
 def test_ranks_that_have_all_caught_an_error_go_on(ranks: RankCount) -> None:
     """No rank is in a collective then, so the group can be used."""
     assert all(ranks(2).run(catch_and_go_on, timeout=60, retire=True))
-
-
-def come_late(world: World) -> bool:
-    """All ranks change the order; the last comes when the others wait for long."""
-    shorten_waits()
-    model = sharded()
-    steps_of(model, 4)
-    model.route = [2, 1, 0]
-    if world.rank:
-        time.sleep(4 * LONG)
-    model(torch.ones(2, 4)).sum().backward()
-    if world.rank:
-        time.sleep(4 * LONG)
-    # Nobody departs here: a rank that waits in a collective accuses nobody.
-    model(torch.ones(2, 4)).sum().backward()
-    return True
-
-
-@pytest.mark.req("X-12")
-def test_a_rank_that_is_late_is_not_accused(ranks: RankCount) -> None:
-    """At a change of order, and in a collective."""
-    assert all(ranks(2).run(come_late, timeout=60, retire=True))

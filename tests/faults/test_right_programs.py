@@ -22,12 +22,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import nn
 
 from composable_fsdp import (
     async_save,
-    clip_grad_norm_,
     fully_shard,
     load,
     no_sync,
@@ -36,7 +34,6 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm import operations
 from composable_fsdp.comm.operations import operation_logs
-from composable_fsdp.features import recent_operations
 from composable_fsdp.features.guard import watch
 from tests.faults.test_calls_meet import CALLS, Trained
 from tests.faults.test_missing_ranks import stop_this_process
@@ -61,13 +58,11 @@ def layers(group: dist.ProcessGroup | None, **options: Any) -> nn.Module:
 
 
 def train(model: nn.Module, steps: int = 3) -> None:
-    """Some forwards and backwards."""
     for _ in range(steps):
         model(torch.ones(2, 8)).sum().backward()
 
 
 def late(rank: int, who: int = 1) -> None:
-    """Sleep on the rank ``who``."""
     if rank == who:
         time.sleep(LATE)
 
@@ -104,51 +99,6 @@ def two_threads(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> No
     beside(first, second)
 
 
-def thread_meets_later(
-    rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup
-) -> None:
-    """A thread of the user waits in a barrier to which the other comes later."""
-
-    def meet() -> None:
-        late(rank)
-        dist.barrier(two)
-
-    model = layers(one)
-    beside(meet, lambda: train(model, 8))
-
-
-def main_in_barrier(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
-    """The main thread waits in a barrier of control while a thread trains."""
-
-    def work() -> None:
-        late(rank, 0)
-        train(model)
-        late(rank, 1)
-        train(model)
-        done.set()
-
-    def control() -> None:
-        if rank == 1:
-            done.wait()
-        dist.barrier(two)
-
-    model, done = layers(one), threading.Event()
-    beside(work, control)
-
-
-def thread_saves(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
-    """A thread takes a state dict of one model while the main thread trains another
-    over the same group as that of a barrier of torch."""
-    first, second = layers(one), layers(two)
-    train(first)
-
-    def work() -> None:
-        late(rank)
-        first.state_dict()
-
-    beside(work, lambda: train(second, 8))
-
-
 def same_group_meets(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
     """Over one group: a thread waits in the store while the main thread sends."""
     first, second = layers(one), layers(one)
@@ -178,19 +128,6 @@ def same_group_meets(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) 
     beside(work, main)
 
 
-def messages(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
-    """Messages from rank to rank, other numbers on each, between forwards."""
-    model = layers(one)
-    for step in range(3):
-        train(model, 1)
-        for _ in range(step):
-            if rank == 0:
-                dist.send(torch.ones(3), 1, two)
-            else:
-                time.sleep(LATE / 4)
-                dist.recv(torch.ones(3), 0, two)
-
-
 def asynchronous(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
     """Rank 0 has sent an all-reduce that rank 1 sends at its end."""
     model, work = layers(one), None
@@ -202,43 +139,6 @@ def asynchronous(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> N
         dist.all_reduce(torch.ones(3), group=two)
     else:
         work.wait()
-
-
-def wait_tensor(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
-    """A functional collective after a stray message in another group."""
-    model = layers(one)
-    sent = dist.isend(torch.ones(1), 1, two) if rank == 0 else None
-    train(model)
-    late(rank)
-    functional.all_reduce(torch.ones(3), "sum", one).sum().item()
-    if sent is None:
-        dist.recv(torch.ones(1), 0, two)
-    else:
-        sent.wait()
-
-
-def pipeline(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
-    """Two stages; the second waits for activations and the first for gradients."""
-    stage = fully_shard(nn.Linear(8, 8), process_group=one)
-    train(stage)
-    local = nn.Linear(8, 8)
-    for _ in range(2):
-        if rank == 0:
-            out = local(torch.ones(2, 8))
-            time.sleep(LATE)
-            dist.send(out.detach(), 1, two)
-            grad = torch.empty(2, 8)
-            dist.recv(grad, 1, two)
-            out.backward(grad)
-        else:
-            x = torch.empty(2, 8)
-            dist.recv(x, 0, two)
-            x.requires_grad_()
-            local(x).sum().backward()
-            time.sleep(LATE)
-            assert x.grad is not None
-            dist.send(x.grad, 0, two)
-        train(stage, 1)
 
 
 def stalls(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
@@ -296,12 +196,6 @@ def interrupted(
             train(model, 1)
 
     return program
-
-
-def shown(model: nn.Module) -> None:
-    """Show the parameters."""
-    with unshard_params(model, writeback=False):
-        pass
 
 
 def stopped(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
@@ -379,15 +273,6 @@ def other_order(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> No
     train(model)
 
 
-def one_rank_writes(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
-    """Rank 0 writes for long between steps, as a table of losses."""
-    model = layers(one)
-    for _ in range(3):
-        train(model, 1)
-        late(rank, 0)
-        clip_grad_norm_(model, 1.0)
-
-
 def torch_between(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
     """Collectives of torch over the group of the model, and a rank late in each."""
     model, x = layers(one), torch.ones(2)
@@ -405,58 +290,16 @@ def torch_between(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> 
         train(model, 1)
 
 
-def readers(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
-    """A thread reads the operations all the time."""
-    model, done = layers(one), threading.Event()
-
-    def read() -> None:
-        while not done.is_set():
-            recent_operations()
-
-    def main() -> None:
-        late(rank)
-        train(model, 5)
-        done.set()
-
-    beside(read, main)
-
-
-def models_come_and_go(
-    rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup
-) -> None:
-    """Models over the same group, one after another, and late ranks."""
-    for turn in range(4):
-        late(rank, turn % 2)
-        train(layers(one), 2)
-
-
-def reports(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
-    """A rank is late in the wait for a step that the other rank did not skip: a
-    caught ``StopIteration`` and agreement by an all-reduce."""
-    model, batches = layers(one), iter(range(3 + rank))
-    while True:
-        more = torch.tensor([next(batches, None) is not None], dtype=torch.int)
-        late(rank)
-        dist.all_reduce(more, dist.ReduceOp.MIN, group=one)
-        if not more.item():
-            break
-        train(model, 1)
-
-
 PROGRAMS: dict[str, Callable[..., None]] = {
     **{
         each.__name__: each
         for each in (
-            *(two_threads, thread_meets_later, main_in_barrier, thread_saves),
-            *(same_group_meets, messages, asynchronous, wait_tensor, pipeline, stalls),
-            *(signals, stopped, made_again, other_order, one_rank_writes),
-            *(torch_between, readers, models_come_and_go, reports),
+            *(two_threads, same_group_meets, asynchronous, stalls, signals),
+            *(stopped, made_again, other_order, torch_between),
         )
     },
     **{f"caught_in_{w}": caught(w) for w in ("forward", "backward", "unshard_params")},
     "interrupted_state_dict": interrupted(lambda m: m.state_dict()),
-    "interrupted_unshard_params": interrupted(shown),
-    "interrupted_clip": interrupted(lambda m: clip_grad_norm_(m, 1.0)),
     "interrupted_by_ctrl_c": interrupted(lambda m: m.state_dict(), KeyboardInterrupt),
 }
 

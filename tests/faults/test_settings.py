@@ -87,10 +87,7 @@ SETTINGS: dict[str, tuple[Callable[[Blocks], None], str]] = {
 def change_alone(
     world: World, name: str, steps: int, strategy: str
 ) -> tuple[str, float]:
-    """After ``steps`` steps the last rank changes a setting.
-
-    Returns: the error of this rank in the next steps, and its time.
-    """
+    """After ``steps`` steps the last rank changes a setting."""
     shorten_waits()
     model = sharded(strategy)
     # The first call makes groups, with all ranks; the next sends nothing.
@@ -110,10 +107,7 @@ def change_alone(
     ("name", "steps", "strategy", "world_size"),
     [
         ("hook", 4, "FULL_SHARD", 2),
-        ("forward prefetch", 4, "FULL_SHARD", 2),
-        ("reshard after backward", 1, "FULL_SHARD", 3),
         ("divide factor", 1, "HYBRID_SHARD", 4),
-        ("freeze", 1, "NO_SHARD", 2),
         ("freeze", 4, "FULL_SHARD", 2),
     ],
 )

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.launch import launch
 from tests.faults.shared_load import LIMIT
+from tests.support.scripts import launch
 
-PROGRAM = Path(__file__).with_name("shared_load.py")
+PROGRAM = str(Path(__file__).with_name("shared_load.py"))
 
 
 def end_stopped(processes: list[BaseProcess]) -> None:
@@ -29,10 +29,10 @@ def test_no_rank_waits_for_a_part_longer_than_the_time_out(
 ) -> None:
     """Each rank that is left raises a CheckpointError; none hangs, and none goes on."""
     *others, lost = launch(
+        PROGRAM,
         how,
         ranks=3,
         folder=tmp_path,
-        program=PROGRAM,
         meanwhile=end_stopped if how == "stopped" else None,
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from composable_fsdp import verify
-from tests.faults.launch import launch
+from tests.support.scripts import launch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic_resume.py"
 
@@ -53,7 +53,7 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(
     asked = ("--folder", str(folder), "--steps", "500", "--save-every", "500")
 
     first, last = launch(
-        *asked, ranks=2, folder=tmp_path, program=EXAMPLE, meanwhile=tell_last
+        str(EXAMPLE), *asked, ranks=2, folder=tmp_path, meanwhile=tell_last
     )
 
     assert (first.status, last.status) == (0, 0), first.output + last.output

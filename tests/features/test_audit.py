@@ -17,7 +17,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 
@@ -130,21 +129,10 @@ def trust_ratio(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
     return made
 
 
-def cautious(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
-    mean = state.setdefault("exp_avg", torch.zeros_like(p)).lerp_(g, 0.1)
-    mask = (mean * g > 0).to(g.dtype)
-    made: Tensor = mean * mask.div_(mask.mean().clamp_(min=1e-3))
-    return made
-
-
 def factored(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
     if g.ndim < 2:
         return g
     return g / (g.square() + 1e-8).mean(dim=-2, keepdim=True).sqrt()
-
-
-def shampoo(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
-    return g + (g @ g.t()).trace() if g.ndim == 2 else g
 
 
 def muon(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
@@ -161,10 +149,6 @@ def lion(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
     mean.lerp_(g, 0.01)
     made: Tensor = update
     return made
-
-
-def row_centred(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
-    return g - g.mean(1, keepdim=True) if g.ndim > 1 else g
 
 
 def sharpness_aware(model: nn.Module) -> None:
@@ -218,20 +202,10 @@ TOLD: dict[str, tuple[Program, str, str]] = {
         "The loss reads",
         "torch.autograd.backward",
     ),
-    "norm penalty": (
-        with_penalty(lambda m: weight(m).norm()),
-        "The loss reads",
-        "torch.autograd.backward",
-    ),
     "norms in logs": (
         after_backward(lambda m: [float(p.detach().norm()) for p in m.parameters()]),
         "norm",
         "float(p.detach().norm())",
-    ),
-    "column means": (
-        after_backward(lambda m: weight(m).detach().mean(0)),
-        "mean",
-        "mean(0)",
     ),
     "torch's clip": (
         after_backward(lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1)),
@@ -239,9 +213,7 @@ TOLD: dict[str, tuple[Program, str, str]] = {
         "nn.utils.clip_grad_norm_",
     ),
     "LARS": (by_rule(trust_ratio), "norm in ByRule", "p.norm() / (g.norm()"),
-    "cautious": (by_rule(cautious), "mean in ByRule", "mask.mean()"),
     "Adafactor": (by_rule(factored), "mean in ByRule", "mean(dim=-2"),
-    "Shampoo": (by_rule(shampoo), "matmul in ByRule", "g @ g.t()"),
     "Muon": (by_rule(muon), "linalg_svd in ByRule", "torch.linalg.svd"),
     "rows of gradients": (after_backward(first_rows), "__setitem__", "g[:2] = 0"),
     "rows in a hook": (masked_rows, "__setitem__", "g[:2] = 0"),
@@ -280,15 +252,6 @@ def clip_by_value(model: nn.Module) -> None:
         g.clamp_(-1, 1)
 
 
-def averaged(model: nn.Module) -> None:
-    kept = [p.detach().clone() for p in model.parameters()]
-
-    def average(_: nn.Module) -> None:
-        torch._foreach_lerp_(kept, [p.detach() for p in model.parameters()], 0.1)
-
-    train(model, between=average)
-
-
 def without_sync(model: nn.Module) -> None:
     optimizer = sgd(model)
     for _ in range(2):
@@ -297,17 +260,6 @@ def without_sync(model: nn.Module) -> None:
         backward(loss_of(model))
         optimizer.step()
         optimizer.zero_grad()
-
-
-def grouped(model: nn.Module) -> None:
-    named = dict(model.named_parameters())
-    train(
-        model,
-        parameters=[
-            {"params": [p for n, p in named.items() if n.endswith("weight")]},
-            {"params": [p for n, p in named.items() if n.endswith("bias")], "lr": 0.1},
-        ],
-    )
 
 
 def by_full_shapes(model: nn.Module) -> None:
@@ -386,26 +338,17 @@ every: dict[str, Callable[..., optim.Optimizer]] = {
     "SGD": partial(optim.SGD, momentum=0.9, nesterov=True),
     "Adam": partial(optim.Adam, amsgrad=True, weight_decay=0.1),
     "AdamW": optim.AdamW,
-    "Adagrad": optim.Adagrad,
-    "RMSprop": partial(optim.RMSprop, centered=True),
 }
 QUIET: dict[str, Program] = {
     **{f"{n} foreach": partial(train, make=m, foreach=True) for n, m in every.items()},
     "AdamW fused": partial(train, make=optim.AdamW, fused=True),
     "SGD fused": partial(train, make=optim.SGD, fused=True),
     "L2": with_penalty(l2),
-    "squared error": with_penalty(
-        lambda m: functional.mse_loss(
-            weight(m), torch.ones_like(weight(m)), reduction="sum"
-        )
-    ),
     "decay by hand": after_backward(decay),
     "clip by value": after_backward(clip_by_value),
     "our clip": after_backward(lambda m: clip_grad_norm_(m, 0.1)),
-    "averages": averaged,
     "no_sync": without_sync,
     "our scaler": scaled(ShardedGradScaler),
-    "groups by name": grouped,
     "rates by full shapes": by_full_shapes,
     "evaluation and norms": evaluated,
     "flat parameters": lambda m: train(m, optim.AdamW, parameters=flat_parameters(m)),
@@ -415,9 +358,7 @@ QUIET: dict[str, Program] = {
     "a thread": in_a_thread,
     "functorch": transformed,
     "Lion": by_rule(lion),
-    "means of rows": by_rule(row_centred),
     "works_on_shards": by_rule(trust_ratio, ForShards),
-    "in place": after_backward(lambda m: [g.div_(2) for g in gradients(m)]),
 }
 
 

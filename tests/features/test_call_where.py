@@ -28,27 +28,6 @@ from tests.support.short_waits import shorten_waits
 from tests.support.world import RankPool, World
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
-PROGRAMS = {
-    "nested units": Program(),
-    "a checkpoint of each block": Program(kept="block", joins="times", calls=2),
-    "a checkpoint of the blocks, out of order": Program(kept="span", order=(1, 0, 1)),
-    "a checkpoint around the call": Program(kept="body", early=False, micro=2),
-    "a checkpoint of the call alone": Program(kept="call", path="wrapper"),
-    "a call inside the call": Program(inner=True, kept="tower", order=(0, 0)),
-    "a frozen tower": Program(frozen="tower", reshards=False),
-    "blocks left out by all": Program(order=(), zeros=True, micro=3),
-    "whole parameters": Program(strategy=ShardingStrategy.NO_SHARD, micro=2, calls=2),
-}
-
-
-@pytest.mark.req("M-13")
-@pytest.mark.parametrize("name", PROGRAMS)
-@on_ranks(2)
-def test_a_program_that_drops_units_computes_what_the_plain_model_does(
-    world: World, name: str
-) -> None:
-    """Each rank drops units: gradients are those of the union of the batches."""
-    check_program(world, PROGRAMS[name])
 
 
 @on_ranks(4)

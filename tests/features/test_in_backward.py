@@ -23,6 +23,7 @@ def give(model: nn.Module) -> None:
         vars(each)["_in_backward_optimizers"] = [torch.optim.Adam([each], lr=0.1)]
 
 
+@pytest.mark.req("B-16")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("before", [True, False])
 @on_ranks(2)

@@ -69,37 +69,16 @@ class Lion(Optimizer):
         return loss
 
 
-class Rated(torch.optim.SGD):
-    """A user's over one of torch's, with a number of its own and a look at a group."""
-
-    works_on_shards = True
-    scale = 1.0
-
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
-        self.scale /= 2
-        before = [group["lr"] for group in self.param_groups]
-        assert before[0]
-        for group in self.param_groups:
-            group["lr"] *= self.scale
-        loss = super().step(closure)
-        for group, lr in zip(self.param_groups, before, strict=True):
-            group["lr"] = lr
-        return loss
-
-
 def groups(params: Params) -> list[dict[str, Any]]:
-    """Two groups over all units, with rates of their own."""
     every = list(params)
     return [{"params": every[::2], "lr": 0.03}, {"params": every[1::2]}]
 
 
 OPTIMIZERS: dict[str, Callable[[Params], Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(groups(p), amsgrad=True, eps=1e-3),
-    "adamw": lambda p: torch.optim.AdamW(groups(p), lr=0.05, eps=1e-3),
     "fused": lambda p: torch.optim.AdamW(groups(p), lr=0.05, eps=1e-3, fused=True),
     "sgd": lambda p: torch.optim.SGD(groups(p), lr=0.1, momentum=0.9),
     "lion": lambda p: Lion(groups(p)),
-    "rated": lambda p: Rated(groups(p), lr=0.1, momentum=0.9),
 }
 
 
@@ -129,7 +108,6 @@ def test_training_is_that_of_the_plain_optimizer(
 
 
 def states_of(optimizer: Optimizer, p: Tensor) -> list[Tensor]:
-    """The states of a parameter that have its shape."""
     return [v for v in optimizer.state[p].values() if v.dim()]
 
 

@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from composable_fsdp import (
     CPUOffload,
     MixedPrecision,
-    ShardingStrategy,
     clip_grad_norm_,
     fully_shard,
     get_full_param,
@@ -44,26 +41,19 @@ from composable_fsdp.features import (
 )
 from composable_fsdp.flat import memory
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from property_tests.live import examples
 from tests.features.test_capture import Recorder, Trainee, inputs
 from tests.parallel import experts
 from tests.parallel import models as tp
 from tests.parallel import test_experts as moe
-from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
-    PATHS,
-    STRATEGIES,
     adamw,
-    assert_same_training,
     backward,
     gpt_input,
     loss_of,
-    sgd,
-    train_reference,
 )
 from tests.support.sharded import gpt
-from tests.support.world import RankPool, World
+from tests.support.world import World
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
 Optimizer = torch.optim.Optimizer
@@ -104,25 +94,6 @@ def train(
         optimizer.zero_grad()
         doze(model, optimizer, keep="none")
     return losses
-
-
-@pytest.mark.req("M-10")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@pytest.mark.parametrize("optimize", [adamw, sgd], ids=lambda f: f.__name__)
-@on_ranks(1, 2)
-def test_training_with_naps_is_that_of_the_plain_model(
-    world: World, path: str, strategy: ShardingStrategy, optimize: Any
-) -> None:
-    """Bit by bit, with gradients and states that sleep, too."""
-    plain = TinyGPT()
-    expected = train_reference(plain, world.world_size, gpt_input, optimize)
-    model = gpt(path, strategy=strategy)
-
-    losses = train(model, optimize(model.parameters()), world.rank, naps=True)
-
-    mine = [step[world.rank] for step in expected]
-    assert_same_training(model, plain, losses, mine)
 
 
 def fused(model: nn.Module) -> Optimizer:
@@ -353,55 +324,3 @@ def test_a_captured_step_is_captured_again_at_the_new_addresses(world: World) ->
             losses.append(run(x))
         assert losses == [eager.step(x) for x in xs]
         assert (recorder.captures, run.captures, run.reason) == (3, 1, None)
-
-
-ACTIONS = ("forward", "train", "zero", "step", "nap", "drop", "eval", "load")
-
-
-def check_program(world: World, program: list[str]) -> None:
-    """Run the program twice: a nap is nothing at all, but for dropped gradients."""
-    ends = []
-    for naps in (True, False):
-        model = fully_shard(tiny_mlp())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        saved = {key: value.clone() for key, value in model.state_dict().items()}
-        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(world.rank))
-        for action in program:
-            if action == "train":
-                backward(loss_of(model, x))
-            elif action == "step":
-                optimizer.step()
-            elif action == "zero":
-                optimizer.zero_grad()
-            elif action == "load":
-                model.load_state_dict(saved)
-            elif action in ("forward", "eval"):
-                with torch.set_grad_enabled(action == "forward"):
-                    model(x)
-            elif action == "drop":
-                optimizer.zero_grad()
-                if naps:
-                    nap(model, optimizer, keep="none")
-            elif naps:
-                nap(model, optimizer)
-        moments = optim_state_dict(model, optimizer)["state"]
-        ends.append((model.state_dict(), [p.grad for p in model.parameters()], moments))
-    (state, grads, moments), (wanted, others, expected) = ends
-    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
-    for one, two in zip(grads, others, strict=True):
-        assert (one is None) == (two is None)
-        assert one is None or two is None or torch.equal(one, two)
-    assert moments.keys() == expected.keys()
-    for name, values in expected.items():
-        assert all(torch.equal(moments[name][key], values[key]) for key in values)
-
-
-@pytest.mark.req("M-10")
-@examples(15)
-@given(program=st.lists(st.sampled_from(ACTIONS), max_size=9))
-@example(program=["nap", "train", "nap", "load", "step", "drop", "train", "step"])
-def test_a_nap_changes_no_program(
-    ranks: Callable[[int], RankPool], program: list[str]
-) -> None:
-    """Programs of eight actions, on two ranks."""
-    ranks(2).run(check_program, program)

@@ -23,7 +23,6 @@ Where = Callable[..., Any]
 
 
 def plain_where(module: nn.Module, used: bool, *args: Any) -> Any:
-    """What ``call_where`` means to the plain model."""
     return module(*args) if used else 0
 
 
@@ -206,6 +205,5 @@ def check_program(world: World, program: Program) -> None:
 
 
 def check_programs(world: World, programs: list[Program]) -> None:
-    """`check_program` of each."""
     for program in programs:
         check_program(world, program)

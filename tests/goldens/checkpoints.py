@@ -40,11 +40,7 @@ Optimizers = list[torch.optim.Optimizer]
 
 
 class Saved(nn.Module):
-    """A model with everything that a file of parameters trips over.
-
-    Tied weights, a bfloat16 unit, a parameter without elements, a scalar, a frozen
-    parameter, sizes that no world size divides, buffers that are saved and are not.
-    """
+    """A model with everything that a file of parameters trips over."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -103,13 +99,11 @@ def train(model: nn.Module, optimizers: Optimizers) -> None:
 
 
 def everything(model: nn.Module, optimizers: Optimizers) -> State:
-    """Return weights, buffers and optimizer state by plain names, whole."""
     values = {name: value.clone() for name, value in model.state_dict().items()}
     return {"model": values, "optim": optim_state_dict(model, optimizers)}
 
 
 def name_of(world_size: int) -> str:
-    """Return the name of the checkpoint that ``world_size`` ranks wrote."""
     return f"of-{world_size}-ranks"
 
 
@@ -128,12 +122,7 @@ def save_one(world: World, folder: Path) -> None:
 def load_all(
     world: World, options: list[State], *, trained: bool, sharded: bool = True
 ) -> list[tuple[str, State]]:
-    """Load each checkpoint; all that model and optimizers then hold, after its name.
-
-    ``options``: those of ``fully_shard``; each checkpoint is loaded with each.
-    ``trained``: the optimizers have state of their own before. ``drawn`` is what the
-    first rank draws next; a plain model is loaded without random states.
-    """
+    """Load each checkpoint; all that model and optimizers then hold, after its name."""
     found = []
     for each in options:
         for world_size in WORLD_SIZES:

@@ -37,7 +37,6 @@ class Model(nn.Module):
                 param.copy_(sines(param.shape, i + seed + 10 * rank * (i > 1)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, 3)`` to the output of this rank's expert."""
         return cast(Tensor, self.expert(torch.tanh(self.body(x))))
 
 
@@ -84,7 +83,6 @@ def save_one(world: World, folder: Path) -> None:
 
 
 def file_of(rank: int, folder: Path = FOLDER) -> Path:
-    """Return the file with the values of a rank."""
     return folder / f"{NAME}.rank{rank}.pt"
 
 

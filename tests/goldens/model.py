@@ -32,7 +32,6 @@ _note: Callable[[str], None] | None = None
 
 
 def note(point: str) -> None:
-    """Record that the program has reached ``point``, if a trace is being taken."""
     if _note is not None:
         _note(point)
 
@@ -45,12 +44,10 @@ def note_gradient(tensor: Tensor, point: str) -> None:
 
 
 def training_states(model: nn.Module) -> str:
-    """Return one letter of `LETTERS` per unit, in ``.modules()`` order."""
     return "".join(LETTERS[h.phase.name] for h in _get_fsdp_handles(model))
 
 
 def sines(shape: torch.Size | tuple[int, ...], seed: float) -> Tensor:
-    """Return a float32 tensor of ``shape`` with values in [-1, 1]."""
     count = torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.float64)
     return (count * (1.0 + 0.37 * seed)).sin().float().reshape(shape)
 
@@ -94,10 +91,7 @@ class Net(nn.Module):
     def forward(
         self, x: Tensor, used: tuple[int, ...], ignored: tuple[int, ...]
     ) -> Tensor:
-        """Map ``(batch, 5)`` to ``(batch, 3)`` through the blocks ``used``.
-
-        Of the blocks ``ignored`` the output does not reach the result.
-        """
+        """Map ``(batch, 5)`` to ``(batch, 3)`` through the blocks ``used``."""
         note("forward of the root")
         x = cast(Tensor, self.first(x))
         x = x + self.shift.to(x.dtype)

@@ -96,7 +96,6 @@ class Run:
         )
 
     def block(self, i: int) -> nn.Module:
-        """Return the fully sharded module of block ``i``."""
         return self.model.get_submodule(f"blocks.{i}")
 
     def forward(
@@ -140,7 +139,6 @@ class Run:
 
 
 def checksum(value: Tensor) -> float:
-    """Return a weighted sum, which a permutation or a change of sign alters."""
     flat = value.detach().double().reshape(-1)
     return float((flat * sines(flat.shape, 0.1)).sum())
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.goldens.programs import PROGRAMS, Recording, run_programs
-from tests.support.world import RankPool
+from tests.support.sharded import RankCount
 
 FOLDER = Path(__file__).parent / "steps"
-RankCount = Callable[[int], RankPool]
 Golden = list[Recording]
 """The recording of each rank."""
 

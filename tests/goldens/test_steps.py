@@ -10,7 +10,8 @@ import pytest
 
 from tests.goldens import recorded
 from tests.goldens.programs import PROGRAMS
-from tests.goldens.recorded import Golden, RankCount
+from tests.goldens.recorded import Golden
+from tests.support.sharded import RankCount
 
 
 @pytest.fixture(scope="module")

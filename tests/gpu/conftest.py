@@ -13,19 +13,16 @@ from tests.support.world import RankPool
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """Ranks on NCCL, one per GPU, at most two."""
     with RankPool(min(torch.cuda.device_count(), 2), "nccl") as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="module", params=RUNNABLE)
 def every_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """Ranks on NCCL, one per GPU, as many as there are GPUs for."""
     with RankPool(request.param, "nccl") as ranks:
         yield ranks
 
 
 @pytest.fixture
 def device() -> torch.device:
-    """The GPU."""
     return torch.device("cuda", torch.cuda.current_device())

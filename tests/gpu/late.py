@@ -39,7 +39,6 @@ def delayed(wait: Callable[[], int]) -> Iterator[None]:
 
 
 def sleep(cycles: int) -> None:
-    """Have the current stream wait."""
     if cycles:
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # torch
 
@@ -56,7 +55,6 @@ class Slow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Equal gradients."""
         sleep(ctx.wait())
         return grads[0].clone(), None
 

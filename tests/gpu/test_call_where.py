@@ -19,7 +19,6 @@ pytestmark = NEEDS_NCCL
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[RankPool]:
-    """Two ranks on gloo that share the first GPU (``test_gloo``)."""
     with RankPool(2, "gloo") as ranks:
         yield ranks
 

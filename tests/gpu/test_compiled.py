@@ -52,7 +52,6 @@ def in_place(model: Any, mode: str) -> Callable[..., Any]:
 
 
 def as_a_whole(model: Any, mode: str) -> Callable[..., Any]:
-    """Compile the model."""
     return torch.compile(model, mode=mode)
 
 

@@ -35,7 +35,6 @@ WIDER = MixedPrecision(reduce_dtype=torch.float64)
 
 @pytest.fixture(scope="module", params=[2, 4])
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """Ranks on gloo, started without CUDA, which they all use on the first GPU."""
     with RankPool(request.param, "gloo") as ranks:
         yield ranks
 

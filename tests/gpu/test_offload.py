@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import ShardingStrategy
-from composable_fsdp.comm.device import CudaStreams
 from composable_fsdp.runtime import offload
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.gpu.counts import NEEDS_NCCL
@@ -108,29 +107,6 @@ def test_the_optimizer_never_reads_half_a_gradient(
 
     mine = [step[world.rank] for step in expected]
     assert_same_training(model, plain, losses, mine, tolerance=1e-4)
-
-
-def wait_per_unit(world: World) -> list[int]:
-    """How often the CPU waits in a step and in a forward without gradients."""
-    model, _ = offloaded_gpt(world)
-    x = inputs_on(world)(0, world.rank)
-    backward(loss_of(model, x))
-    waits: list[object] = []
-    counts = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CudaStreams, "synchronize", lambda self: waits.append(self))
-        backward(loss_of(model, x))
-        counts.append(len(waits))
-        with torch.no_grad():
-            model(x)
-        counts.append(len(waits))
-    torch.cuda.synchronize()
-    return counts
-
-
-def test_the_cpu_waits_once_in_a_step(pool: RankPool) -> None:
-    """At the end of backward, and at the end of a forward that none follows."""
-    assert all(counts == [1, 2] for counts in pool.run(wait_per_unit))
 
 
 @on_ranks()

@@ -63,19 +63,16 @@ def _exchanged(
 def travel(
     x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Send ``sent`` rows to each rank; return the ``received`` rows of each."""
     out: Tensor = _Exchange.apply(x, received, sent, group)  # type: ignore[no-untyped-call]  # torch
     return out
 
 
 def shares(experts: int, ranks: int) -> list[int]:
-    """Return the number of experts of each rank, as ``Shard(0)`` cuts them."""
     sizes = [len(part) for part in torch.arange(experts).chunk(ranks)]
     return sizes + [0] * (ranks - len(sizes))
 
 
 def local(value: Any) -> Tensor:
-    """Return this rank's part of a DTensor, a plain tensor as it is."""
     found: Tensor = value.to_local() if isinstance(value, DTensor) else value
     return found
 
@@ -272,14 +269,8 @@ class Recipe:
     ) -> Model:
         """Return the divided model with experts over ``edp``, the rest over ``data``.
 
-        Args:
-            ep: ranks with other experts.
-            edp: ranks with the same experts.
-            data: all ranks; with ``tp`` those at the same place of it.
-            tp: ranks that cut matrices outside of stacked experts. Default: none.
-            units: "layers" with their "experts", or "experts" alone below the model.
-            prepare: changes the divided model before it is sharded.
-            options: of ``fully_shard``; those under "experts" for experts alone.
+        ``units``: "layers" with their "experts", or "experts" alone below the model.
+        ``options`` under "experts" are those of experts alone.
         """
         model = self.divided(ep)
         if tp is not None:
@@ -318,17 +309,14 @@ def _starve(module: nn.Module, args: Any, out: Tensor) -> Tensor:
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """Return the layers of experts."""
     return [each for each in model.modules() if isinstance(each, Layer)]
 
 
 def batch(step: int, part: int) -> Tensor:
-    """Return the tokens of a rank in a step."""
     generator = torch.Generator().manual_seed(1000 * step + part)
     return torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return the loss of predicting each token from itself."""
     logits = model(ids).float().flatten(0, -2)
     return nn.functional.cross_entropy(logits, ids.flatten())

@@ -71,7 +71,6 @@ class Recipe:
     blocks: int = 1
 
     def plain(self) -> Model:
-        """Return the unsharded model, equal on all ranks."""
         torch.manual_seed(7)
         return Model(self.hidden, blocks=self.blocks, tied=self.tied)
 
@@ -171,13 +170,11 @@ def data_rank(mesh: DeviceMesh) -> int:
 
 
 def batch(step: int, part: int) -> Tensor:
-    """Return the tokens of a data rank in a step."""
     generator = torch.Generator().manual_seed(1000 * step + part)
     return torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return the loss of predicting each token from itself."""
     logits = model(ids).float().flatten(0, 1)
     return nn.functional.cross_entropy(logits, ids.flatten())
 
@@ -202,7 +199,6 @@ def average(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def whole(value: Tensor) -> Tensor:
-    """Return the global tensor of a DTensor, a plain tensor as it is."""
     found: Tensor = value.full_tensor() if isinstance(value, DTensor) else value
     return found
 
@@ -215,5 +211,4 @@ def norm_of(model: nn.Module) -> Tensor:
 
 
 def pair(recipe: Recipe, mesh: DeviceMesh, **options: Any) -> tuple[Model, Model]:
-    """Return the sharded model, and the plain tensor-parallel model beside."""
     return sharded(recipe.parallel(mesh), mesh, **options), recipe.parallel(mesh)

@@ -16,10 +16,9 @@ from composable_fsdp import (
     clip_grad_norm_,
     fully_shard,
 )
-from composable_fsdp.errors import PlanError
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.on_ranks import on_ranks
-from tests.support.world import World, fake_world
+from tests.support.world import World
 
 WIDTH, LENGTH, BATCH = 6, 8, 4
 MESHES = {
@@ -75,12 +74,10 @@ def model_of(group: dist.ProcessGroup | None) -> nn.Sequential:
 
 
 def named_mesh(names: str, shape: tuple[int, ...]) -> DeviceMesh:
-    """A mesh of all ranks."""
     return init_device_mesh("cpu", shape, mesh_dim_names=tuple(names.split(", ")))
 
 
 def sequences(step: int) -> Tensor:
-    """The batch of all ranks."""
     torch.manual_seed(step)
     return torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)
 
@@ -101,7 +98,6 @@ def train(model: nn.Module, rows: slice, columns: slice) -> list[float]:
 
 
 def part(length: int, index: int, count: int) -> slice:
-    """The part ``index`` of ``count`` equal parts."""
     return slice(index * length // count, (index + 1) * length // count)
 
 
@@ -141,19 +137,3 @@ def test_training_over_a_named_mesh_is_that_of_whole_sequences(
         (h.groups.shard_world_size, h.groups.replicas) for h in _get_fsdp_handles(model)
     }
     assert groups == {(inner * context, outer)}
-
-
-def test_dims_of_other_names_are_refused_with_the_mesh_to_pass() -> None:
-    """Ranks of a tensor-parallel dim hold other rows, and must not be averaged."""
-    with fake_world(8):
-        mesh = named_mesh("dp_replicate, dp_shard, tp", (2, 2, 2))
-        with pytest.raises(PlanError) as caught:
-            fully_shard(model_of(None), device_mesh=mesh)
-        text = str(caught.value)
-        assert "dims named 'dp_replicate', 'dp_shard', 'tp'" in text
-        assert "Of this mesh pass mesh['dp_replicate', 'dp_shard']." in text
-
-        fully_shard(model_of(None), device_mesh=mesh["dp_replicate", "dp_shard"])
-        nameless = init_device_mesh("cpu", (2, 2, 2))
-        with pytest.raises(PlanError, match="got 3-D, no names"):
-            fully_shard(model_of(None), device_mesh=nameless)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Partial, Replicate, distribute_tensor
 
 from composable_fsdp import (
-    FullyShardedDataParallel,
     StateDictType,
     clip_grad_norm_,
     fully_shard,
@@ -57,7 +56,6 @@ LISTED = Recipe(top=1, shared=True, listed=True, starved=True)
 
 
 def data_of(mesh: DeviceMesh) -> DeviceMesh:
-    """Return all ranks of a mesh of experts as one dim."""
     return mesh._flatten("dp")
 
 
@@ -69,7 +67,6 @@ def pair(recipe: Recipe, world: World, **options: Any) -> tuple[Model, Model]:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer that turns no rounding error into a step."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
 
@@ -137,6 +134,7 @@ def test_values_of_the_first_rank_go_to_the_ranks_of_its_experts(world: World) -
     train(model, plain, world, steps=1)
 
 
+@pytest.mark.req("B-22")
 @on_ranks(4)
 def test_the_norm_counts_each_expert_once(world: World) -> None:
     """The norm over all experts of all ranks, and gradients scaled by one factor."""
@@ -158,45 +156,11 @@ def test_the_norm_counts_each_expert_once(world: World) -> None:
     require_equal_gradients(model, plain)
 
 
-@on_ranks(4)
-def test_training_is_that_of_fsdp2_with_its_factor(world: World) -> None:
-    """torch's fully_shard over the same meshes, and the factor that it needs."""
-    recipe = MIXTRAL
-    mesh = recipe.mesh(world)
-    data = data_of(mesh)
-    model = recipe.sharded(mesh["ep"], mesh["edp"], data)
-    torchs: Any = recipe.divided(mesh["ep"])
-    for layer in layers_of(torchs):
-        experts: Any = fsdp2(layer.experts, mesh=mesh["edp"])
-        experts.set_gradient_divide_factor(float(world.world_size))
-        # gloo has no average by another number than that of the ranks.
-        experts.set_force_sum_reduction_for_comms(True)
-        fsdp2(layer, mesh=data)
-    fsdp2(torchs, mesh=data)
-    both = (
-        adamw(model),
-        torch.optim.AdamW(torchs.parameters(), lr=1e-2, eps=1e-3, foreach=False),
-    )
-
-    for step in range(2):
-        losses = [loss_of(each, batch(step, world.rank)) for each in (model, torchs)]
-        torch.testing.assert_close(losses[0], losses[1])
-        for loss, optim in zip(losses, both, strict=True):
-            backward(loss)
-            optim.step()
-            optim.zero_grad()
-
-    for name, value in torchs.named_parameters():
-        torch.testing.assert_close(get_full_param(model, name), value.full_tensor())
-
-
 @pytest.mark.req("M-02")
 @on_ranks(4)
-@pytest.mark.parametrize("recipe", [LISTED, Recipe(experts=3, ep=4)], ids=repr)
-def test_training_and_state_are_those_of_the_plain_model(
-    world: World, recipe: Recipe
-) -> None:
+def test_training_and_state_are_those_of_the_plain_model(world: World) -> None:
     """Losses, norms, weights and moments, and names of the state dicts; and back."""
+    recipe = Recipe(experts=3, ep=4)
     model, plain = pair(recipe, world)
     optimizer = train(model, plain, world)
 
@@ -245,11 +209,9 @@ def test_dcp_goes_to_any_mesh(world: World, tmp_path: Path) -> None:
 
 @pytest.mark.req("M-02")
 @on_ranks(4)
-@pytest.mark.parametrize("recipe", [Recipe(experts=3), LISTED], ids=repr)
-def test_native_checkpoints_go_to_any_mesh(
-    world: World, recipe: Recipe, tmp_path: Path
-) -> None:
+def test_native_checkpoints_go_to_any_mesh(world: World, tmp_path: Path) -> None:
     """Experts and all else, with moments, each element once; bit by bit."""
+    recipe = LISTED
     model, plain = pair(recipe, world)
     optim = train(model, plain, world, steps=1)
     weights = {k: v.clone() for k, v in model.state_dict().items()}
@@ -392,16 +354,6 @@ def test_experts_of_a_rank_alone_have_the_state_of_plain_modules(world: World) -
             assert torch.equal(own[name], value)
 
 
-def same_experts_apart(world: World) -> Model:
-    """Two ranks have the same experts and would never exchange gradients."""
-    return apart(world, MIXTRAL, expert_mesh=False)
-
-
-def same_listed_experts_apart(world: World) -> Model:
-    """The same with experts as modules."""
-    return apart(world, LISTED, expert_mesh=True)
-
-
 def apart(world: World, recipe: Recipe, *, expert_mesh: bool) -> Model:
     """Return a model whose experts are sharded over each rank alone."""
     mesh = recipe.mesh(world)
@@ -424,12 +376,8 @@ def plain_beside(world: World) -> Model:
 
 
 def other_numbers_of_units(world: World) -> Model:
-    """A unit per expert: other numbers of experts would meet in other calls."""
-    return each_a_unit(world, Recipe(listed=True, experts=3))
-
-
-def each_a_unit(world: World, recipe: Recipe) -> Model:
-    """Return a model in which each expert is a unit."""
+    """Each expert is a unit, and ranks have other numbers of them."""
+    recipe = Recipe(listed=True, experts=3)
     mesh = recipe.mesh(world)
     model = recipe.divided(mesh["ep"])
     for layer in layers_of(model):
@@ -440,12 +388,12 @@ def each_a_unit(world: World, recipe: Recipe) -> Model:
 
 REFUSED: tuple[tuple[Callable[[World], Model], type[Exception], str], ...] = (
     (
-        same_experts_apart,
+        partial(apart, recipe=MIXTRAL, expert_mesh=False),
         CompositionError,
         r"holds DTensors over 2 ranks and is sharded over 1; .*mesh\['edp'\] to their",
     ),
     (
-        same_listed_experts_apart,
+        partial(apart, recipe=LISTED, expert_mesh=True),
         CompositionError,
         r"'layers.0.experts' has an expert_mesh of 2 ranks and is sharded over 1.*"
         r"pass device_mesh=mesh\['edp'\], expert_mesh=mesh\['ep'\]",
@@ -501,23 +449,15 @@ def _add_bias(module: nn.Module, args: Any, out: Tensor) -> Tensor:
     return shifted
 
 
-def listed_model(world: World, **options: Any) -> tuple[Model, DeviceMesh]:
-    """Return a model whose experts have the same names on all ranks."""
-    recipe = Recipe(listed=True)
-    mesh = recipe.mesh(world)
-    model = recipe.divided(mesh["ep"])
+def same_names(model: Model) -> None:
     for layer in layers_of(model):
         layer.experts.each = nn.ModuleList(e for e in layer.experts.each if e)
-        fully_shard(
-            layer.experts, device_mesh=mesh["edp"], expert_mesh=mesh["ep"], **options
-        )
-    return fully_shard(model, device_mesh=data_of(mesh), **options), mesh
 
 
 @on_ranks(4)
 def test_names_of_several_ranks_are_refused(world: World) -> None:
     """Training goes, and no state dict loses an expert."""
-    model, _ = listed_model(world)
+    model, _ = pair(Recipe(listed=True), world, units="experts", prepare=same_names)
     optimizer = adamw(model)
     backward(loss_of(model, batch(0, world.rank)))
     assert world.all_equal(clip_grad_norm_(model, 1.0))
@@ -529,9 +469,7 @@ def test_names_of_several_ranks_are_refused(world: World) -> None:
         lambda: optim_state_dict(model, optimizer),
     )
     for take in takes:
-        with pytest.raises(CheckpointError) as caught:
-            take()
-        text = str(caught.value)
+        text = message_of(take)
         assert "several ranks of the expert_mesh hold 'layers.0.experts.each." in text
         assert "nn.ModuleList with None in the places of other ranks' experts" in text
     set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
@@ -561,26 +499,3 @@ def test_bad_expert_meshes_are_refused(world: World) -> None:
         assert torch.equal(linear.weight, weight)
     with pytest.raises(PlanError, match="without parameters on this rank; expected an"):
         fully_shard(nn.ReLU(), device_mesh=mesh["edp"], expert_mesh=mesh["ep"])
-
-
-@on_ranks(4)
-def test_the_wrapper_takes_an_expert_mesh(world: World) -> None:
-    """FullyShardedDataParallel around experts of this rank."""
-    recipe = Recipe(listed=True)
-    mesh = recipe.mesh(world)
-    model, plain = recipe.divided(mesh["ep"]), recipe.plain()
-    for layer in layers_of(model):
-        layer.experts = FullyShardedDataParallel(
-            layer.experts, device_mesh=mesh["edp"], expert_mesh=mesh["ep"]
-        )
-    wrapped = FullyShardedDataParallel(model, device_mesh=data_of(mesh))
-    step_gradients(wrapped, plain, world, 0)
-
-    torch.testing.assert_close(
-        wrapped.clip_grad_norm_(0.5),
-        nn.utils.clip_grad_norm_(plain.parameters(), 0.5),
-    )
-    state = wrapped.state_dict()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value)
-    wrapped.load_state_dict(state)

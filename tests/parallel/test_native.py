@@ -21,7 +21,6 @@ from composable_fsdp import (
     load,
     optim_state_dict,
     save,
-    verify,
 )
 from composable_fsdp.storage import export_safetensors, open_source
 from composable_fsdp.storage.native import NativeSource
@@ -80,28 +79,6 @@ def require_equal(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
     for name, value in expected[0].items():
         assert torch.equal(found[0][name], value), name
     require_same(found[1], expected[1])
-
-
-@pytest.mark.req("M-01")
-@on_ranks(4)
-def test_a_checkpoint_goes_to_every_mesh(world: World, tmp_path: Path) -> None:
-    """Model, moments and steps, bit by bit; also sharded alone, and plain."""
-    recipe = Recipe(sequence=True)
-    model, optim, plain, other = trained(world, recipe, 2)
-    expected = values_of(recipe, (model, optim), 2)
-    save(tmp_path / "first", model, optim)
-    # Tensor parallelism alone, without any unit, and all that is loaded saved again.
-    save(tmp_path / "alone", plain, other)
-
-    for dp, source in ((4, "first"), (1, "alone"), (0, "first"), (-1, "alone")):
-        found = fresh(world, recipe, dp)
-        load(tmp_path / source, *found)
-        require_equal(values_of(recipe, found, dp), expected)
-
-    save(tmp_path / "second", *found)
-    verify(tmp_path / "second")
-    load(tmp_path / "second", model, optim)
-    require_equal(values_of(recipe, (model, optim), 2), expected)
 
 
 class WithLoose(nn.Module):

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
@@ -62,43 +61,11 @@ def trained(
     return model, optims[0], plain, optims[1]
 
 
-def states_of(plain: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of a plain tensor-parallel optimizer, whole, by name."""
-    return {
-        name: {k: whole(v) for k, v in optim.state[parameter].items()}
-        for name, parameter in plain.named_parameters()
-    }
-
-
 def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         for key, value in values.items():
             assert torch.equal(found[name][key], value), (name, key)
-
-
-@on_ranks(4)
-def test_full_optimizer_state_is_that_of_the_plain_model(world: World) -> None:
-    """Whole tensors by name, bit by bit; and back into an optimizer on another mesh."""
-    recipe = Recipe(tied=True)
-    model, optim, plain, other = trained(world, recipe, 2)
-    expected = states_of(plain, other)
-
-    found = optim_state_dict(model, optim)
-
-    require_same(found["state"], expected)
-    options = StateDictOptions(full_state_dict=True)
-    values, torchs = get_state_dict(model, optim, options=options)
-    for name, parameter in plain.named_parameters():
-        value: Any = values[name]
-        assert torch.equal(value, whole(parameter.detach()))
-    states: Any = torchs["state"]
-    require_same(states, expected)
-    mesh = mesh_of(world, 1)
-    fresh = sharded(recipe.parallel(mesh), mesh)
-    empty = torch.optim.AdamW(fresh.parameters())
-    optim_state_dict_to_load(fresh, empty, found, load_directly=True)
-    require_same(optim_state_dict(fresh, empty)["state"], expected)
 
 
 @on_ranks(4)

@@ -17,7 +17,6 @@ from composable_fsdp import (
     CPUOffload,
     FSDPError,
     MixedPrecision,
-    clip_grad_norm_,
     fully_shard,
     get_full_grad,
     get_full_param,
@@ -47,28 +46,6 @@ from tests.support.world import World
 
 def adam(model: nn.Module, **how: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, **how)
-
-
-@on_ranks(4)
-def test_the_norm_is_over_both_axes(world: World) -> None:
-    """Replicated parameters count once, cut ones over all ranks that cut them."""
-    mesh = mesh_of(world, 2)
-    model, plain = pair(Recipe(hidden=9, tied=True), mesh)
-    for each in (model, plain):
-        backward(loss_of(each, batch(0, data_rank(mesh))))
-    average(plain, mesh)
-    gradients = [whole(p.grad) for p in plain.parameters() if p.grad is not None]
-    for order in (1.0, 2.0, float("inf")):
-        expected = torch.stack([g.norm(order) for g in gradients]).norm(order)
-        norm = clip_grad_norm_(model, float("inf"), order)
-        torch.testing.assert_close(norm, expected)
-        assert world.all_equal(norm)
-
-    clip_grad_norm_(model, 0.5, order)
-
-    for (name, _), gradient in zip(plain.named_parameters(), gradients, strict=True):
-        clipped = gradient * min(1.0, 0.5 / float(expected))
-        torch.testing.assert_close(get_full_grad(model, name), clipped)
 
 
 @on_ranks(4)

@@ -66,14 +66,7 @@ def parallel(model: Model, mesh: DeviceMesh, **changed: Any) -> Model:
 
 
 def on_meta(mesh: DeviceMesh) -> Model:
-    """Return the model on meta, cut over ``tp``."""
     return parallel(Recipe().plain().to("meta"), mesh)
-
-
-def assigned(model: Model, mesh: DeviceMesh) -> Model:
-    sharded(model, mesh)
-    model.load_state_dict(Recipe().plain().state_dict(), assign=True)
-    return model
 
 
 def fill(module: nn.Module) -> None:
@@ -99,7 +92,7 @@ def broadcast(model: Model, mesh: DeviceMesh) -> Model:
 
 
 @pytest.mark.req("M-01")
-@pytest.mark.parametrize("way", [assigned, initialised, broadcast])
+@pytest.mark.parametrize("way", [initialised, broadcast])
 @on_ranks(4)
 def test_dtensors_on_meta_train_once_they_have_values(world: World, way: Way) -> None:
     """Sharded on meta, a step is that of the plain model, however values came."""

@@ -66,7 +66,6 @@ class RealSizes(nn.Module):
             value.data.normal_(std=0.03, generator=generator)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map token ids ``(batch, time)`` to logits ``(batch, time, TOKENS)``."""
         x = torch.tanh(self.middle(self.tokens(tokens)))
         return self.head(self.odd(x))  # type: ignore[no-any-return]  # of Linear
 
@@ -96,7 +95,6 @@ class Pair:
             }
 
     def same_model(self) -> None:
-        """Compare all parameters to those of the plain model."""
         same(self.fulls(), detached(named(self.plain)))
 
     @contextmanager
@@ -129,7 +127,6 @@ def _zeroed(values: list[Tensor]) -> Iterator[None]:
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return parameters, tied ones once, by the plain name."""
     pairs = model.named_parameters()
     return {name.replace("_fsdp_wrapped_module.", ""): p for name, p in pairs}
 

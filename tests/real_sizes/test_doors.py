@@ -20,9 +20,12 @@ from tests.real_sizes.operations import (
     make_pair,
     run_all,
     same_state,
+    save_and_load,
     state_dict_full,
-    state_dict_full_rank0,
-    state_dict_sharded,
+    state_dict_own,
+    torch_state_dict,
+    train_and_clip,
+    unsharded,
 )
 from tests.support.place import World
 from tests.support.reference import apply_units
@@ -56,16 +59,15 @@ def clip(model: Any) -> Any:
     return model.clip_grad_norm_(0.5)
 
 
-TYPED = (state_dict_full, state_dict_full_rank0, state_dict_sharded)
-"""The state dict of FSDP2 has no types."""
-OF_FSDP2 = tuple(each for each in OPERATIONS if each not in TYPED)
+AT_DOORS = (train_and_clip, state_dict_own, torch_state_dict, unsharded, save_and_load)
+"""The operations that a door has a part in; others go by the units alone."""
 Door = tuple[Callable[[nn.Module], nn.Module], tuple[Operation, ...], dict[str, Any]]
 DOORS: dict[str, Door] = {
     "fully_shard": (partial(apply_units, units=UNITS), OPERATIONS, {}),
-    "fsdp2": (as_fsdp2, OF_FSDP2, {}),
+    "fsdp2": (as_fsdp2, AT_DOORS, {}),
     "wrapper": (
         partial(apply_units, units=UNITS, path="wrapper"),
-        (*OPERATIONS, older_functions),
+        (*AT_DOORS, state_dict_full, older_functions),
         {"clip": clip},
     ),
 }

@@ -36,7 +36,6 @@ def watched() -> Iterator[list[Event]]:
 
 
 def units_of(events: list[Event], what: str) -> list[str]:
-    """The units of the events of one kind, in order."""
     return [unit for kind, unit in events if kind == what]
 
 

@@ -45,7 +45,6 @@ def offloaded_gpt(
 
 
 def inputs_on(world: World) -> Input:
-    """``gpt_input`` on the rank's device."""
     return lambda step, rank: gpt_input(step, rank).to(world.device)
 
 

@@ -91,7 +91,6 @@ def sharded_units(recipe: ModelRecipe) -> tuple[str, ...]:
 
 
 def mark_replicated(model: nn.Module, recipe: ModelRecipe) -> None:
-    """Mark what ``replicate`` was applied to, and nothing else of what it does."""
     for path in recipe.replicated_paths():
         set_state(module_at(model, path), "replicate", object())
 
@@ -140,7 +139,6 @@ def wrapper_order(model: nn.Module) -> list[str]:
 
 
 def module_order(model: nn.Module) -> list[str]:
-    """Names, in the live tree, of the modules that carry the states."""
     names = {id(m): strip_wrapper(name) for name, m in model.named_modules()}
     return [names[id(m)] for m in _get_fsdp_states_with_modules(model)[1]]
 

@@ -30,7 +30,6 @@ Compile = Callable[[nn.Module, str], None]
 
 
 def in_place(model: nn.Module, backend: str) -> None:
-    """``block.compile()``."""
     for block in blocks(model):
         block.compile(backend=backend)
 
@@ -43,17 +42,14 @@ def replaced(model: nn.Module, backend: str) -> None:
 
 
 def whole(model: nn.Module, backend: str) -> None:
-    """``model.compile()``."""
     model.compile(backend=backend)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """What stands in the places of the blocks, wrappers included."""
     return [m for _, m in model.get_submodule("blocks").named_children()]
 
 
 def count_graphs() -> tuple[int, int]:
-    """Graphs captured and breaks counted since the last reset."""
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,29 +11,20 @@ from torch import Tensor, nn
 
 from composable_fsdp import (
     CPUOffload,
-    ShardingStrategy,
     fully_shard,
     get_full_grad,
     no_sync,
 )
 from composable_fsdp.optim.names import is_absent
-from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
-    STRATEGIES,
     apply_units,
-    assert_same_training,
     backward,
-    gpt_input,
-    gpt_units,
     gradients_of,
     loss_of,
-    train_reference,
     wide_input,
 )
-from tests.support.sharded import both_paths
-from tests.support.tiny import tiny_mlp
 from tests.support.world import World
 
 INPUT = wide_input(4)
@@ -63,12 +53,10 @@ class Narrow(nn.Module):
 
 
 def narrow(path: str, seed: int = 0, **options: Any) -> nn.Module:
-    """``Narrow`` of three units: of one row, of one column, and the rest."""
     return apply_units(Narrow(seed), ["row", "out"], path=path, **options)
 
 
 def once(world: World, model: nn.Module, at: int = 0) -> None:
-    """Forward and backward on this rank's input."""
     backward(loss_of(model, INPUT(at, world.rank)))
 
 
@@ -159,15 +147,10 @@ def test_hooks_are_shown_an_empty_gradient_while_they_run(
         assert_gradients(model, expected(world, 0, 1))
 
 
-# ---- gradients that were cleared, and gradients that somebody has ----
+# ---- gradients that somebody has ----
 
 X = torch.linspace(0.5, 1.0, 8) * torch.tensor([[1.0], [-1.0]])
 """Two rows, one the negative of the other: no unit is dead for both."""
-
-
-def sharded() -> nn.Module:
-    """An MLP of one unit."""
-    return fully_shard(tiny_mlp())
 
 
 class _ReturnsTheWeight(torch.autograd.Function):
@@ -205,61 +188,3 @@ def test_a_gradient_may_be_the_memory_of_the_weights(world: World) -> None:
         backward(model(X).sum())
     backward(model(X).sum())
     torch.testing.assert_close(penalty.weight.grad, 2 * penalty.weight.detach())
-
-
-# ---- hooks on the original parameters ----
-
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.05, eps=1e-3),
-}
-
-
-def step_in_backward(model: nn.Module, name: str) -> None:
-    """Have each parameter step as soon as it has its gradient."""
-
-    def attach(parameter: nn.Parameter) -> None:
-        optimizer = OPTIMIZERS[name]([parameter])
-
-        def step(leaf: Tensor) -> None:
-            optimizer.step()
-            leaf.grad = None
-
-        parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
-
-    for parameter in model.parameters():
-        attach(parameter)
-
-
-@pytest.mark.req("B-16")
-@both_paths
-@on_ranks(1, 2)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@pytest.mark.parametrize(("optimizer", "early"), [("sgd", True), ("adamw", False)])
-def test_optimizers_that_step_in_backward_train_as_after_it(
-    world: World, path: str, strategy: ShardingStrategy, optimizer: str, early: bool
-) -> None:
-    """Bit by bit, with hooks registered before and after the model was sharded."""
-    model = TinyGPT()
-    plain = copy.deepcopy(model)
-    if early:
-        step_in_backward(model, optimizer)
-    sharded = apply_units(model, gpt_units(model), path=path, strategy=strategy)
-    if not early:
-        step_in_backward(sharded, optimizer)
-
-    expected = train_reference(
-        plain,
-        world.world_size,
-        gpt_input,
-        lambda ps: OPTIMIZERS[optimizer](list(ps)),
-    )
-    losses = []
-    for at in range(3):
-        loss = loss_of(sharded, gpt_input(at, world.rank))
-        backward(loss)
-        losses.append(loss.item())
-
-    mine = [step[world.rank] for step in expected]
-    assert_same_training(sharded, plain, losses, mine)
-    assert all(p.grad is None for p in sharded.parameters())

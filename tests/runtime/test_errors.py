@@ -56,19 +56,16 @@ def by_policy(door: Door, model: nn.Module, policy: object) -> nn.Module:
 
 
 def twice(door: Door) -> tuple[nn.Module, Callable[[], object]]:
-    """A module takes the API once; parameters and hooks stay those of the first."""
     model = fully_shard(tiny_mlp())
     return model, lambda: door(model)
 
 
 def child_of_a_unit(door: Door) -> tuple[nn.Module, Callable[[], object]]:
-    """Its parameters belong to the parent: children come first."""
     model = fully_shard(TinyGPT())
     return model, lambda: door(model.blocks[0])
 
 
 def container(module: nn.Module) -> Case:
-    """Nothing calls a container, so nothing would ever unshard it."""
     return lambda door: (module, lambda: door(module))
 
 
@@ -119,7 +116,6 @@ def fsdp1_below(door: Door) -> tuple[nn.Module, Callable[[], object]]:
 
 
 def fsdp2_itself(door: Door) -> tuple[nn.Module, Callable[[], object]]:
-    """The same at the top."""
     model: Any = torch_fsdp2(tiny_mlp())
     return model, lambda: door(model)
 

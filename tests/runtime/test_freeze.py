@@ -158,10 +158,7 @@ class Pair(nn.Module):
 
 
 class Experts(nn.Module):
-    """A stem, and experts on it that all run; which ones count, the caller says.
-
-    Expert 1 runs twice, expert 2 holds units of its own.
-    """
+    """A stem, and experts on it that all run; which ones count, the caller says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,14 +269,3 @@ def test_a_gradient_of_some_parameters_is_refused(one_rank: World) -> None:
         PhaseError, match=r"'first.weight' by inputs=.*turn the setting off"
     ):
         loss.backward(inputs=[model.first.weight])
-
-
-def test_what_is_frozen_after_the_forward_gets_no_gradient(one_rank: World) -> None:
-    """As with plain torch; the others do."""
-    model = fully_shard(nn.Linear(4, 3))
-    loss = model(torch.ones(2, 4)).sum()
-    bias = model.get_parameter("bias").requires_grad_(False)
-    backward(loss)
-
-    assert bias.grad is None
-    assert model.get_parameter("weight").grad is not None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
-from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -15,39 +13,26 @@ from torch import Tensor, nn
 from composable_fsdp import (
     ShardingStrategy,
     fully_shard,
-    get_full_grad,
 )
 from composable_fsdp.comm import collectives
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.runtime.forward import post_forward, pre_forward
-from composable_fsdp.tree import root as root_module
-from composable_fsdp.tree import traversal
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.support.models import TinyGPT, module_at, tiny_mlp
+from tests.support.models import module_at, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
-    PATHS,
-    STRATEGIES,
-    apply_units,
     backward,
-    gpt_input,
-    gpt_units,
-    gradients_of,
-    loss_of,
-    wide_input,
 )
 from tests.support.world import World, fake_world
 
 
 def full_bytes(handle: FlatParamHandle) -> int:
-    """Bytes of memory behind the unit's full parameters, of regions that are cut."""
     cut = [r.full.buffer for r in handle.layout.regions if r.full.is_cut]
     return sum(full.untyped_storage().nbytes() for full in cut)
 
 
 def reduce_bytes(handle: FlatParamHandle) -> int:
-    """Bytes of memory behind the unit's reduce buffers."""
     buffers = [r.reduce.buffer for r in handle.layout.trainable]
     return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
 
@@ -87,81 +72,7 @@ def test_forward_and_backward_are_functions_on_a_state(world: World) -> None:
         assert (p.grad is None) == (not p.numel())
 
 
-@pytest.mark.req("S1-03", "S1-06")
-@pytest.mark.parametrize("path", PATHS)
-@on_ranks(2)
-def test_the_tree_is_walked_in_the_first_step_only(world: World, path: str) -> None:
-    """Lazy initialization walks once; later steps, and prefetching, use caches."""
-    units = gpt_units(TinyGPT())
-    model = apply_units(TinyGPT(), units, path=path, forward_prefetch=True)
-    real, walks = traversal.walk_states, list[MagicMock]()
-    with ExitStack() as stack:
-        for place in (traversal, root_module):
-            spy = patch.object(place, "walk_states", side_effect=real)
-            walks.append(stack.enter_context(spy))
-        seen = []
-        for step in range(3):
-            backward(loss_of(model, gpt_input(step, world.rank)))
-            seen.append(sum(spy.call_count for spy in walks))
-    assert seen == [1, 1, 1]
-
-
 # ---- after a backward that raised ----
-
-
-class OutOfMemory(RuntimeError):
-    """What the batch that is skipped meets."""
-
-
-def raise_in_hook(gradients: object) -> None:
-    """A hook of the graph that raises."""
-    raise OutOfMemory
-
-
-class Halves(nn.Module):
-    """A layer, and another that is not used: only the end of backward reduces both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.used(x))
-
-
-@pytest.mark.parametrize("at", ["0", "2"])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@on_ranks(1, 2)
-def test_a_hook_that_raises_at_the_end_of_backward_leaves_no_gradients(
-    world: World, strategy: ShardingStrategy, at: str
-) -> None:
-    """The next backward gets those of its own batch alone, also of an old forward."""
-    torch.manual_seed(0)
-    plain, make = nn.Sequential(Halves(), Halves(), Halves()), wide_input(4)
-    model = apply_units(copy.deepcopy(plain), ["0", "1", "2"], strategy=strategy)
-    kept = loss_of(model, make(1, world.rank))
-    hooked: Any = model.get_submodule(at)  # the method is untyped in torch
-    hooks = [
-        p.register_post_accumulate_grad_hook(raise_in_hook) for p in hooked.parameters()
-    ]
-    with pytest.raises(OutOfMemory):
-        backward(loss_of(model, make(0, world.rank)))
-    for hook in hooks:
-        hook.remove()
-    model.zero_grad()
-
-    backward(kept)
-    backward(loss_of(model, make(2, world.rank)))
-
-    expected: dict[str, Tensor] = {}
-    for step in (1, 2):
-        inputs = [make(step, rank) for rank in range(world.world_size)]
-        for name, gradient in gradients_of(plain, inputs).items():
-            expected[name] = gradient + expected.get(name, 0)
-    for name, gradient in expected.items():
-        found = get_full_grad(model, name)
-        assert found is not None
-        torch.testing.assert_close(found, gradient)
 
 
 # ---- after a collective that failed ----
@@ -207,7 +118,6 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
 
 def step(model: nn.Module, x: Tensor) -> None:
-    """One forward and backward."""
     model(x).sum().backward()
 
 

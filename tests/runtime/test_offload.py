@@ -34,9 +34,9 @@ from tests.support.reference import (
     tolerance_at,
     wide_input,
 )
-from tests.support.world import RankPool, World
+from tests.support.sharded import RankCount
+from tests.support.world import World
 
-RankCount = Callable[[int], RankPool]
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 
 
@@ -130,7 +130,6 @@ def test_the_host_sees_no_gradient_before_its_copy_is_whole(
 
 
 def whole(model: nn.Module, name: str, full: dict[str, Tensor]) -> Tensor:
-    """This rank's part of ``full[name]``: all of it, on one rank."""
     return full[name].view_as(model.get_parameter(name))
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, rnn
 
 from composable_fsdp import (
     Block,
@@ -27,69 +26,26 @@ from composable_fsdp.features import Arena, Int8Wire
 from tests.runtime.parity import trains_as
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
-    PATHS,
     STRATEGIES,
     adamw,
     apply_units,
     assert_same_training,
     averaged_gradients,
     backward,
-    loss_of,
     sgd,
-    train,
 )
 from tests.support.world import World
 
 WIDTH = 6
-STEPS = 3
 
 
 def features(step: int, rank: int, *shape: int) -> Tensor:
-    """Inputs ``(3, *shape)`` of (step, rank)."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(3, *(shape or (WIDTH,)), generator=generator)
 
 
 def block() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 9), nn.GELU(), nn.Linear(9, WIDTH))
-
-
-class Packed(nn.Module):
-    """One unit gives a packed sequence to another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = Packs(), nn.GRU(WIDTH, 5, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, _ = rnn.pad_packed_sequence(self.last(self.first(x))[0], batch_first=True)
-        return y
-
-
-class Packs(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        return rnn.pack_padded_sequence(super().forward(x), [4, 3, 1], True)
-
-
-class Attends(nn.Module):
-    """The mask leaves out one key, and the weights are a part of the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.zeros(x.shape[:2], dtype=torch.bool)
-        mask[:, -1] = True
-        y, weights = self.first(x, x, x, key_padding_mask=mask)
-        return torch.cat([x + y, weights], 2)
-
-
-def chain(first: nn.Module) -> nn.Module:
-    return nn.Sequential(first, nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
 
 def square() -> nn.Linear:
@@ -105,62 +61,9 @@ class Case(NamedTuple):
     optimize: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw
 
 
-CASES = {
-    "packed sequences": Case(Packed, ("first", "last"), (4, WIDTH)),
-    "attention weights": Case(Attends, ("first",), (4, WIDTH)),
-    "weight norm": Case(lambda: chain(parametrizations.weight_norm(square()))),
-    "orthogonal weights": Case(lambda: chain(parametrizations.orthogonal(square()))),
-    "spectral norm by hooks": Case(lambda: chain(nn.utils.spectral_norm(square()))),
-}
-
-
 def build(case: Case) -> nn.Module:
-    """The same model at each call; pruned models cannot be copied."""
     torch.manual_seed(0)
     return case.build()
-
-
-def train_replicas(case: Case, world: World) -> tuple[nn.Module, list[float]]:
-    """Train one plain model per rank, by data parallelism; this rank's and losses."""
-    replicas = [build(case) for _ in range(world.world_size)]
-    optimizers = [case.optimize(each.parameters()) for each in replicas]
-    losses = []
-    for step in range(STEPS):
-        for rank, each in enumerate(replicas):
-            loss = loss_of(each, features(step, rank, *case.shape))
-            backward(loss)
-            losses += [loss.item()] if rank == world.rank else []
-        for same in zip(*(each.parameters() for each in replicas), strict=True):
-            grads = [p.grad for p in same if p.grad is not None]
-            for p in same if grads else ():
-                p.grad = torch.stack(grads).mean(0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return replicas[world.rank], losses
-
-
-@pytest.mark.few(5)
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", CASES)
-@on_ranks(2)
-def test_a_program_trains_and_evaluates_as_the_plain_one(
-    world: World, name: str, path: str
-) -> None:
-    """With buffers of each rank's own."""
-    case = CASES[name]
-    model = apply_units(build(case), case.units, path=path)
-
-    def make(step: int, rank: int) -> Tensor:
-        return features(step, rank, *case.shape)
-
-    losses = train(model, world.rank, make, case.optimize, steps=STEPS)
-    reference, expected = train_replicas(case, world)
-
-    assert_same_training(model, reference, losses, expected, tolerance=1e-5)
-    x = features(9, 0, *case.shape)
-    with torch.no_grad():
-        torch.testing.assert_close(model.eval()(x), reference.eval()(x))
 
 
 @on_ranks(2)

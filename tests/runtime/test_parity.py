@@ -5,69 +5,28 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
-from torch.distributed.fsdp import fully_shard as torch_fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp import ShardingStrategy
 from composable_fsdp.comm import collectives
-from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     adamw,
     apply_units,
     backward,
-    gpt_input,
-    gpt_units,
     loss_of,
-    train,
     wide_input,
 )
 from tests.support.world import World
-
-
-def fsdp1(model: TinyGPT) -> nn.Module:
-    """Torch's FSDP1, a unit per block."""
-    wrap = partial(TorchFSDP1, use_orig_params=True, device_id=torch.device("cpu"))
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = wrap(block)
-    return wrap(model)
-
-
-def fsdp2(model: TinyGPT) -> nn.Module:
-    """Torch's FSDP2, a unit per block."""
-    for block in model.blocks:
-        torch_fsdp2(block)
-    return cast(nn.Module, torch_fsdp2(model))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, fsdp1, fsdp2])
-@on_ranks(2)
-def test_losses_equal_those_of_torchs_own(
-    world: World, wrap: Callable[[TinyGPT], nn.Module]
-) -> None:
-    """DDP, FSDP1 and FSDP2 of torch see the same four losses."""
-    model = TinyGPT()
-    peer = wrap(copy.deepcopy(model))
-    ours = apply_units(model, gpt_units(model))
-
-    mine = train(ours, world.rank, gpt_input, adamw, steps=4)
-    theirs = train(peer, world.rank, gpt_input, adamw, steps=4)
-
-    assert mine == pytest.approx(theirs, rel=1e-5)
-    assert len(set(mine)) == 4
-
 
 # ---- torch's DDP, with ranks that come late ----
 

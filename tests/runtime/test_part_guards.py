@@ -51,7 +51,6 @@ class Causal(nn.Module):
         return self.model.tokens
 
     def encode(self, tokens: Tensor) -> Tensor:
-        """A method that calls parts."""
         logits: Tensor = self.lm_head(self.model(tokens))
         return logits
 

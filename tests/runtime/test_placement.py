@@ -5,7 +5,6 @@ Other devices than the CPU are played by fake tensors; the GPU tests have real o
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -22,18 +21,12 @@ from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.errors import PlanError
 from composable_fsdp.features.passages.containers import Given
 from composable_fsdp.features.passages.full import moving_to
-from composable_fsdp.flat.handle import find_leaf
 from tests.runtime.corners import OPEN, WRAPS
-from tests.runtime.parity import trains_as
-from tests.support.models import TinyGPT, tiny_mlp
-from tests.support.on_ranks import on_ranks
+from tests.support.models import TinyGPT
 from tests.support.reference import (
-    adamw,
-    apply_units,
     backward,
     gpt_input,
     loss_of,
-    wide_input,
 )
 from tests.support.world import World
 
@@ -43,7 +36,6 @@ CUDA = torch.device("cuda", 0)
 
 
 def on_cuda(*shape: int) -> nn.Parameter:
-    """A parameter that says it is on a GPU."""
     with FakeTensorMode():
         return nn.Parameter(torch.empty(shape, device=CUDA))
 
@@ -144,24 +136,6 @@ def test_inputs_are_moved_at_any_depth(kind: str) -> None:
     assert not OPEN[kind](argument).is_meta
 
 
-@pytest.mark.req("B-07")
-@on_ranks(2)
-def test_a_parameter_that_was_replaced_is_the_one_that_trains(world: World) -> None:
-    """An optimizer made after holds the new object, as with a plain module."""
-    model = tiny_mlp(6, hidden=7)
-    plain = copy.deepcopy(model)
-    apply_units(model, ["0"])
-    plain.get_parameter("0.weight").data.fill_(0.1)
-    shard = model.get_parameter("0.weight")
-    new = nn.Parameter(torch.full_like(shard, 0.1))
-    model.get_submodule("0").weight = new
-
-    trains_as(world, model, plain, wide_input(6), adamw)
-    assert model.get_parameter("0.weight") is new
-    assert find_leaf(new) is not None
-    assert find_leaf(shard) is None
-
-
 def waits(model: Any) -> None:
     """Gradients of ``no_sync`` are in the old dtype, and would be lost."""
     with no_sync(model):
@@ -170,17 +144,14 @@ def waits(model: Any) -> None:
 
 
 def one_dtype(model: Any) -> None:
-    """A region has one dtype."""
     model.norm.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64))
 
 
 def untied(model: Any) -> None:
-    """The plan holds one parameter for both places."""
     model.head.weight = nn.Parameter(torch.zeros(17, 8))
 
 
 def to_a_gpu(model: Any) -> None:
-    """It would take the shards from the host."""
     for layer in (model.tokens, model.norm):
         layer.weight = on_cuda(*layer.weight.shape)
 
@@ -208,16 +179,6 @@ def test_changes_that_cannot_be_taken_up_are_refused(
 
     with pytest.raises(PlanError, match=match):
         model(gpt_input(0, 0))
-
-
-def test_forwards_without_a_graph_may_come_first(one_rank: World) -> None:
-    """Of a unit that is called with a tensor that requires grad."""
-    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    x = torch.ones(2, 4, requires_grad=True)
-    with torch.no_grad():
-        losses = [float(model(x).sum()) for _ in range(4)]
-
-    assert losses == [float(model(x).detach().sum())] * 4
 
 
 class _Recomputes(nn.Module):

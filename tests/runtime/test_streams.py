@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,21 +24,12 @@ from composable_fsdp import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
-    checkpoint,
     clip_grad_norm_,
     fully_shard,
     no_sync,
-    reshard,
-    unshard,
-    unshard_params,
 )
 from composable_fsdp.access import (
     set_is_last_backward,
-    set_modules_to_backward_prefetch,
-    set_modules_to_forward_prefetch,
-    set_reduce_scatter_unused_params,
-    set_requires_all_reduce,
-    set_reshard_after_backward,
 )
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import PhaseError, PlanError
@@ -50,7 +42,12 @@ from composable_fsdp.features.comm_hooks.hooks import (
 )
 from composable_fsdp.runtime import recover
 from composable_fsdp.tree.traversal import _get_fsdp_handles
+from property_tests import program_actions
+from property_tests.program_examples import programs
+from property_tests.program_side import Side, forget_meshes
+from property_tests.programs import expanded
 from tests.support.models import TinyGPT
+from tests.support.place import World
 from tests.support.reference import backward
 from tests.support.streams import Clock, FakeStream, StreamOrder, stream_order
 from tests.support.world import fake_world
@@ -60,6 +57,9 @@ LOWER = MixedPrecision(param_dtype=torch.bfloat16)
 ON_HOST = CPUOffload(offload_params=True)
 SLOTS = Arena(poison=True, reduce=True)
 TOKENS = torch.arange(12).view(2, 6)
+MORE: dict[str, Any] = {}
+"""Options of ``fully_shard`` for all cases."""
+Case = Callable[[StreamOrder], None]
 
 
 @contextmanager
@@ -76,24 +76,21 @@ def units(order: StreamOrder, model: Any, *below: nn.Module, **options: Any) -> 
     """Shard ``model`` and the modules ``below``."""
     with elsewhere(order):
         for module in (*below, model):
-            fully_shard(module, **options)
+            fully_shard(module, **{**MORE, **options})
     return model
 
 
 def gpt(order: StreamOrder, **options: Any) -> Any:
-    """Three blocks and a root, sharded."""
     model = TinyGPT(layers=3)
     return units(order, model, *model.blocks, **options)
 
 
 def loss_of(model: nn.Module) -> Tensor:
-    """A scalar."""
     loss: Tensor = model(TOKENS).float().square().mean()
     return loss
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Without a step count: Adam asks for its value, which waits for the device."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -198,39 +195,6 @@ def test_a_captured_step_waits_for_nothing_from_before(
         train(host)
 
 
-def listed(order: StreamOrder) -> None:
-    """Units are gathered by lists, two at a time."""
-    model = gpt(order)
-    first, second, third = model.blocks
-    set_modules_to_forward_prefetch(first, [second, third])
-    set_modules_to_backward_prefetch(third, [second, first])
-    train(model)
-
-
-def by_hand(order: StreamOrder) -> None:
-    """Units are gathered between an optimizer step and a forward."""
-    model = gpt(order)
-    optimizer = sgd(model)
-    for _ in range(2):
-        unshard(model.blocks[0], async_op=True)
-        unshard(model.blocks[1])
-        backward(loss_of(model))
-        optimizer.step()
-        unshard(model.blocks[2], async_op=True)
-        reshard(model.blocks[2])
-        optimizer.step()
-
-
-def kept_full(order: StreamOrder) -> None:
-    """Units stay full from backward to forward."""
-    model = gpt(order)
-    set_reshard_after_backward(model, False)
-    for _ in range(2):
-        backward(loss_of(model))
-    set_reshard_after_backward(model, True)
-    train(model)
-
-
 def not_the_last(order: StreamOrder) -> None:
     """The end of a backward does not wait; two evaluations come, whose all-gathers
     take the memory of the reduction, and the model is changed before it does."""
@@ -246,28 +210,6 @@ def not_the_last(order: StreamOrder) -> None:
     train(model)
 
 
-def late_replicas(order: StreamOrder) -> None:
-    """Sums over the shard group wait for the replicas."""
-    strategy = ShardingStrategy.HYBRID_SHARD
-    model = gpt(order, strategy=strategy, device_mesh=mesh_for(strategy))
-    set_requires_all_reduce(model, False)
-    backward(loss_of(model))
-    backward(loss_of(model))
-    set_requires_all_reduce(model, True)
-    train(model)
-
-
-def freezing(order: StreamOrder) -> None:
-    """Regions are laid out anew, under gradients that are there."""
-    model = gpt(order)
-    for flag in (False, True):
-        backward(loss_of(model))
-        model.blocks[0].qkv.requires_grad_(flag)
-        model.tokens.requires_grad_(flag)
-        backward(loss_of(model))
-    train(model)
-
-
 def penalty_last(order: StreamOrder) -> None:
     """Autograd adds to ``.grad`` of the shards before their unit is reduced."""
     model = gpt(order)
@@ -277,7 +219,6 @@ def penalty_last(order: StreamOrder) -> None:
 
 
 def step(optimizer: torch.optim.Optimizer, _: Tensor) -> None:
-    """Use a gradient and forget it."""
     optimizer.step()
     optimizer.zero_grad()
 
@@ -324,27 +265,6 @@ def comm_hooks(order: StreamOrder) -> None:
     train(model)
 
 
-def checkpointed(order: StreamOrder) -> None:
-    """A reentrant one brings gradients unannounced; the last input reduces."""
-    for reentrant in (True, False):
-        model = TinyGPT(layers=2)
-        for block in model.blocks:
-            checkpoint(block, use_reentrant=reentrant)
-        train(units(order, model, *model.blocks))
-
-
-def again(order: StreamOrder) -> None:
-    """Two forwards before two backwards, and one backward twice."""
-    model = gpt(order)
-    first, second = loss_of(model), loss_of(model)
-    backward(first)
-    backward(second)
-    loss = loss_of(model)
-    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # torch has none
-    backward(loss)
-    train(model)
-
-
 def stepped_between(order: StreamOrder) -> None:
     """An optimizer steps after a forward that may still be reading what it writes."""
     for offload in (None, ON_HOST):
@@ -361,29 +281,6 @@ def stepped_between(order: StreamOrder) -> None:
         train(model)
 
 
-class Either(nn.Module):
-    """Uses one of two layers, then a third."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        out: Tensor = (self.a(x), self.b(x))[which] + self.c(x)
-        return out
-
-
-def unused(order: StreamOrder) -> None:
-    """Ranks reduce in the order of forward, with and without communication."""
-    model = Either()
-    units(order, model, model.a, model.b, model.c)
-    set_reduce_scatter_unused_params(model, True)
-    for which in (0, 1, 0):
-        backward(model(torch.randn(2, 6), which).sum())
-        with no_sync(model):
-            backward(model(torch.randn(2, 6), which).sum())
-
-
 def two_precisions(order: StreamOrder) -> None:
     """Evaluation in full precision, its backward mixed with one in low."""
     with pytest.MonkeyPatch.context() as patch:
@@ -396,64 +293,98 @@ def two_precisions(order: StreamOrder) -> None:
     train(model.train())
 
 
-def broken(order: StreamOrder) -> None:
-    """Backward raises before a unit was reduced, or half way; also with no_sync."""
+def scripted(name: str) -> Case:
+    """Programs of ``property_tests`` on one rank, whose numbers nobody looks at."""
 
-    def fail(module: nn.Module, args: tuple[Any, ...]) -> None:
-        args[0].register_hook(lambda _: 1 // 0)
+    def case(order: StreamOrder) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        world = World(0, group.size(), torch.device("cpu"), "fake", group)
+        for program in programs(SCRIPTS[name]):
+            forget_meshes()
+            if "arena" in MORE:
+                shared = MORE["arena"].shared
+                options = replace(
+                    program.options, arena="shared" if shared else "apart"
+                )
+                program = replace(program, options=options)
+            with elsewhere(order):
+                side = Side(program, 0, world)
+            for action, *arguments in expanded(program.actions):
+                vars(program_actions)[action](side, *arguments)
 
-    for offload, place in ((None, "blocks.1"), (ON_HOST, "blocks.1"), (None, "norm")):
-        model = gpt(order, cpu_offload=offload)
-        handle = model.get_submodule(place).register_forward_pre_hook(fail)
-        with pytest.raises(ZeroDivisionError):
-            backward(loss_of(model))
-        handle.remove()
-        train(model, steps=1)
-        with no_sync(model):
-            backward(loss_of(model))
-
-
-def shown(order: StreamOrder) -> None:
-    """Written between optimizer and forward, by blocks and by a state dict."""
-    for offload, precision in ((None, LOW), (ON_HOST, None)):
-        model = gpt(order, cpu_offload=offload, mixed_precision=precision)
-        for rank0_only in (False, True):
-            train(model, steps=1)
-            backward(loss_of(model))
-            with unshard_params(model, with_grads=True, rank0_only=rank0_only):
-                for parameter in model.parameters():
-                    parameter.data.mul_(0.5)
-            sgd(model).step()
-        model.load_state_dict(model.state_dict())
-        train(model)
+    case.__name__ = name
+    return case
 
 
+SCRIPTS = {
+    "listed": """
+        linear + linear + linear | prefetch forward 1 (2,3); prefetch backward 3 (2,1);
+            train 0 clip; train 1 clip
+    """,
+    "by_hand": """
+        linear + linear + linear | unshard_unit 1 True; unshard_unit 2 False; forward 0;
+            backward; step; unshard_unit 3 True; reshard_unit 3; step;
+            unshard_unit 1 True; unshard_unit 2 False; forward 0; backward; step
+    """,
+    # From backward to forward.
+    "kept_full": """
+        linear + linear | forward 0; backward; forward 0; backward;
+            setting after_backward 0 True; setting after_backward 1 True;
+            setting after_backward 2 True; train 0 clip; train 1 clip | keep_full
+    """,
+    # Sums over the shard group wait for the replicas.
+    "late_replicas": """
+        linear + linear | forward 0; backward 0 replica; forward 0; backward 0 replica;
+            train 0 clip; train 1 clip | strategy=HYBRID_SHARD replicas=2
+    """,
+    # Regions are laid out anew, under gradients that are there.
+    "freezing": """
+        linear + linear | forward 0; backward; freeze 0; freeze 3; forward 0; backward;
+            forward 0; backward; freeze 0; freeze 3; forward 0; backward; train 0 clip
+    """,
+    # A reentrant one brings gradients unannounced.
+    "checkpointed": """
+        linear + linear | train 0 clip; train 1 clip | wrapped={reentered/recomputed}
+    """,
+    "again": """
+        linear + linear | forward 0; forward 1; backward 0; backward 0; forward 0;
+            backward 0 retain; backward 0; train 0 clip; train 1 clip
+    """,
+    "unused": """
+        linear + linear call=skip + linear | train 0; train 1 accumulate; train 2;
+            train 0 accumulate | fill
+    """,
+    # Before a unit was reduced, or half way; also with no_sync.
+    "broken": """
+        linear + linear + linear | raise_in_backward {0/2} 0 model; train 0 clip;
+            forward 0; backward 0 no_sync
+        linear + linear + linear | raise_in_backward 2 0 model; train 0 clip;
+            forward 0; backward 0 no_sync | offload
+    """,
+    # Written between optimizer and forward, by blocks and by a state dict.
+    "shown": """
+        linear + linear | train 0 clip; forward 0; backward; summon 0 True True; step;
+            save; load; train 1 clip | low
+        linear + linear | train 0 clip; forward 0; backward; summon 0 True True; step;
+            save; load; train 1 clip | offload
+    """,
+}
 CASES = [
-    listed,
-    by_hand,
-    kept_full,
+    *map(scripted, SCRIPTS),
     not_the_last,
-    late_replicas,
-    freezing,
     penalty_last,
     steps_in_backward,
     tensor_hooks,
     comm_hooks,
-    checkpointed,
-    again,
     stepped_between,
-    unused,
     two_precisions,
-    broken,
-    shown,
 ]
-
-
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 
 
 @by_case
-def test_streams_are_ordered(case: Callable[[StreamOrder], None]) -> None:
+def test_streams_are_ordered(case: Case) -> None:
     """What the case's docstring says, on four ranks."""
     with watched() as order:
         case(order)
@@ -464,7 +395,7 @@ def test_streams_are_ordered(case: Callable[[StreamOrder], None]) -> None:
 @by_case
 @pytest.mark.parametrize("way", ["build", "shared slots", "own slots", "one rank"])
 def test_streams_are_ordered_elsewhere(
-    case: Callable[[StreamOrder], None], way: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes of leaves on the stream of the build, as if a graph held them; in slots of
     an arena, where gathers and poison come behind the last reader; without peers."""
@@ -472,7 +403,7 @@ def test_streams_are_ordered_elsewhere(
         monkeypatch.setattr(recover, "make_nodes_on_current_stream", lambda context: 0)
     elif "slots" in way:
         arena = SLOTS if way == "shared slots" else Arena(shared=False, poison=True)
-        monkeypatch.setitem(globals(), "units", partial(units, arena=arena))
+        monkeypatch.setitem(MORE, "arena", arena)
     with watched(1 if way == "one rank" else 4) as order:
         case(order)
 
@@ -488,7 +419,6 @@ def test_the_result_of_a_hook_stays_in_a_reduce_buffer() -> None:
 
 
 def streams_of(model: Any) -> set[tuple[Any, ...]]:
-    """The streams of the nodes of each unit."""
     return {handle.events.leaf_streams for handle in _get_fsdp_handles(model)}
 
 

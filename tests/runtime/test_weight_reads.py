@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -26,13 +25,9 @@ from composable_fsdp.access import set_reduce_scatter_unused_params
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.features import flat_parameters
-from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.runtime.corners import OPEN, WRAPS
 from tests.runtime.parity import trains_as
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
-    PATHS,
-    adamw,
     apply_units,
     assert_same_training,
     backward,
@@ -115,57 +110,6 @@ def test_a_read_outside_the_window_names_the_parameter_and_the_way_out(
 
 # ---- units that give out their own weights ----
 
-SHOWN: dict[str, Callable[[nn.Linear], Tensor]] = {
-    "parameter": lambda layer: layer.weight,
-    "view": lambda layer: layer.weight.view(-1),
-    "row": lambda layer: layer.weight[1],
-    "transposed": lambda layer: layer.weight.t(),
-    "detached": lambda layer: layer.weight.detach(),
-    "data": lambda layer: layer.weight.data,
-}
-
-
-class Gives(nn.Module):
-    """Computes, and returns its weight as well."""
-
-    def __init__(self, show: str, container: str = "tuple") -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.show, self.container = show, container
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
-        return self.layer(x), WRAPS[self.container](SHOWN[self.show](self.layer))
-
-
-class Penalised(nn.Module):
-    """Adds the squares of what its unit gives out."""
-
-    def __init__(self, show: str, container: str = "tuple") -> None:
-        super().__init__()
-        self.inner = Gives(show, container)
-        self.head = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, given = self.inner(x)
-        weight = OPEN[self.inner.container](given)
-        return torch.as_tensor(self.head(y) + weight.float().square().sum())
-
-
-GIVEN = [(show, "tuple") for show in SHOWN] + [("parameter", "dict"), ("view", "list")]
-
-
-@on_ranks(2)
-def test_a_weight_that_a_unit_returns_is_one_to_compute_with(world: World) -> None:
-    """Its memory outlives the unit's, and gradients flow through it; also in dicts."""
-    for (show, container), path in zip(GIVEN, cycle(PATHS)):
-        torch.manual_seed(0)
-        plain = Penalised(show, container)
-        model = apply_units(copy.deepcopy(plain), ["inner"], path=path)
-        trains_as(world, model, plain, wide_input(4), adamw, tolerance=1e-6)
-        with torch.no_grad():
-            x = torch.ones(1, 4)
-            assert torch.allclose(model(x), plain(x))
-
 
 class Early(nn.Module):
     """Reads the weight of its last unit before the first one runs."""
@@ -247,58 +191,6 @@ def test_a_parameter_kept_from_unshard_shows_the_shard(
 
     with unshard_params(model):
         assert torch.equal(model[0].weight, plain[0].weight)
-
-
-@pytest.mark.parametrize("between", ["nothing", "reshard", "forward"])
-@on_ranks(2)
-def test_a_graph_may_be_run_again_after_a_parameter_was_kept(
-    world: World, between: str
-) -> None:
-    """Also if one rank alone has kept it, and whatever reshards between."""
-    torch.manual_seed(0)
-    plain: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model = copy.deepcopy(plain)
-    fully_shard(model[0])
-    fully_shard(model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (plain, model)]
-    for _ in range(3):
-        unshard(model[0])
-        kept = model[0].weight if world.rank == 0 else None
-        for each, optimizer in zip((plain, model), optimizers, strict=True):
-            loss = each(torch.ones(1, 8)).square().sum()
-            loss.backward(retain_graph=True)
-            if between == "forward":
-                each(torch.zeros(1, 8))
-            elif between == "reshard" and each is model:
-                reshard(model[0])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if kept is not None:
-            assert torch.equal(kept, model[0].weight)
-
-    with unshard_params(model):
-        assert torch.allclose(model[0].weight, plain[0].weight)
-
-
-@on_ranks(2)
-def test_a_manual_update_ends_the_use_of_a_kept_parameter(world: World) -> None:
-    """As an optimizer step does: the next reshard frees the full memory."""
-    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    fully_shard(model[0])
-    fully_shard(model)
-    unshard(model[0])
-    kept = model[0].weight
-    backward(model(torch.ones(1, 8)).sum())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad)
-        model(torch.ones(1, 8))
-
-    assert torch.equal(kept, model[0].weight)
-    (region,) = _get_fsdp_handles(model[0])[0].layout.regions
-    assert region.full.buffer.untyped_storage().nbytes() == 0
 
 
 class Keeper(nn.Module):

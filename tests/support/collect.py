@@ -20,18 +20,10 @@ _OUTPUT_SHOWN = 4000
 
 
 class RankFailure(RuntimeError):
-    """A run failed on at least one rank; the pool has ended.
-
-    ``errors`` has the text of each rank that did not succeed, ``results`` the value of
-    each rank that did.
-    """
+    """A run failed on at least one rank; the pool has ended."""
 
     def __init__(
-        self,
-        what: str,
-        errors: dict[int, str],
-        results: dict[int, Any],
-        outputs: dict[int, str],
+        self, what: str, errors: dict[int, str], outputs: dict[int, str]
     ) -> None:
         sections = [f"{what} failed on {len(errors)} of {len(outputs)} ranks"]
         for rank, output in outputs.items():
@@ -40,12 +32,6 @@ class RankFailure(RuntimeError):
             if output:
                 sections.append(f"--- output of rank {rank} ---\n{output.rstrip()}")
         super().__init__("\n".join(sections))
-        self.errors = errors
-        self.results = results
-
-
-class RankTimeout(RankFailure):
-    """No rank raised or died, but at least one gave no answer in time."""
 
 
 @dataclass(frozen=True)

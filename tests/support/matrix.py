@@ -115,10 +115,7 @@ def _alone(item: pytest.Item, cells: Sequence[Cell]) -> Collection[str]:
 
 
 def spread(cells: Sequence[Value], number: int = 3) -> list[Value]:
-    """Return ``number`` of ``cells``, as far apart as possible, with both ends.
-
-    A single one is the last, which tends to combine most.
-    """
+    """Return ``number`` of ``cells``, as far apart as possible, with both ends."""
     if number >= len(cells):
         return list(cells)
     if number == 1:

@@ -33,11 +33,7 @@ Make = Callable[..., Tensor]
 
 
 class Node(nn.Module):
-    """A module that owns parameters, computes with them, then runs its children.
-
-    It computes in the dtype of its input, whatever the dtypes of its parameters, and
-    lets the input through beside its own term, so gradients reach every depth.
-    """
+    """A module that owns parameters, computes with them, then runs its children."""
 
     def __init__(self, kind: Kind) -> None:
         super().__init__()

@@ -74,11 +74,7 @@ def prelude_names() -> dict[str, Any]:
 
 
 def page_names(*, alone: bool = False) -> dict[str, Any]:
-    """Return the names of a page.
-
-    Args:
-        alone: Whether there is no process group, so no ``model`` and ``optimizer``.
-    """
+    """Return the names of a page."""
     dataset = [torch.arange(i, i + LENGTH) % VOCABULARY for i in range(8)]
     loader = [torch.stack(dataset[i : i + 2]) for i in range(0, 8, 2)]
     names: dict[str, Any] = {"Block": Block, "build_model": Net, "loss_of": loss_of}

@@ -19,10 +19,7 @@ BODY = "body_on_ranks"
 
 @dataclass(frozen=True)
 class World:
-    """What a function that runs on a rank knows of its place.
-
-    ``group`` is the default process group; ``device`` is where its collectives work.
-    """
+    """What a function that runs on a rank knows of its place."""
 
     rank: int
     world_size: int
@@ -45,8 +42,6 @@ class World:
 
     def all_equal(self, value: Any) -> bool:
         """Whether every rank brought an equal ``value``; tensors compare bit by bit.
-
-        Looks into dicts, lists and tuples.
 
         Collective: one object gather over ``group``.
         """

@@ -30,7 +30,6 @@ import torch
 from tests.support.collect import (
     Rank,
     RankFailure,
-    RankTimeout,
     collect,
     tail,
     unfinished,
@@ -62,10 +61,7 @@ _PRELOAD = [
 
 
 class RankPool:
-    """``world_size`` processes in one process group, kept from run to run.
-
-    Starts on the first run, and again on the next run after it has ended.
-    """
+    """``world_size`` processes in one process group, kept from run to run."""
 
     def __init__(self, world_size: int, backend: str) -> None:
         self.world_size = world_size
@@ -90,8 +86,8 @@ class RankPool:
         other ranks get once one has failed (default 1) or returned (default 5).
         ``retire`` ends the pool afterwards and lets calls be left unfinished.
 
-        Raises: RankFailure, if a rank raised, died, or left a collective unfinished;
-        RankTimeout, if ranks only gave no answer; TypeError, if it does not pickle.
+        Raises: RankFailure, if a rank raised, died, was silent, or left a collective
+        unfinished; TypeError, if it does not pickle.
         """
         job = _job(function, args)
         what = _name(function)
@@ -154,13 +150,12 @@ class RankPool:
             for r, a in answers.items()
             if a.error is None
         }
-        kind = RankFailure if raised or errors else RankTimeout
         errors = {**errors, **raised, **late}
         if not errors and check:
-            kind, errors = RankFailure, unfinished(answers, self._calls)
+            errors = unfinished(answers, self._calls)
         if errors:
             outputs = {r.place.rank: tail(r.place.output) for r in self._ranks}
-            raise kind(what, dict(sorted(errors.items())), returned, outputs)
+            raise RankFailure(what, errors, outputs)
         self._calls = answers[0].calls
         return [returned[rank] for rank in range(self.world_size)]
 

@@ -49,10 +49,7 @@ _RUNS_BETWEEN_COLLECTIONS = 25
 
 
 def serve(place: Place, wire: Connection[Any, Any]) -> None:
-    """Be rank ``place.rank`` until the parent closes ``wire``; never returns.
-
-    The first answer says that the group stands, or why it does not.
-    """
+    """Be rank ``place.rank`` until the parent closes ``wire``; never returns."""
     stacks = _prepare_process(place)
     try:
         world = _join(place)

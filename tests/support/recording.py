@@ -11,10 +11,7 @@ from composable_fsdp.comm.collectives import CallRecord
 
 @contextmanager
 def record_steps() -> Iterator[list[CallRecord]]:
-    """Record collectives, without the comparison of models before the first gather.
-
-    `tests/faults/test_fingerprint.py` counts that one.
-    """
+    """Record collectives, without the comparison of models before the first gather."""
     with collectives.record() as calls:
         yield calls
     calls[:] = [call for call in calls if call.op != "all_gather_digests"]

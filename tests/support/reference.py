@@ -224,10 +224,7 @@ def train(
 def differences(
     ours: dict[str, Tensor], reference: dict[str, Tensor]
 ) -> dict[str, float]:
-    """Per name, the largest difference where the two are not bitwise equal.
-
-    The dicts must have the same names in the same order.
-    """
+    """Per name, the largest difference where the two are not bitwise equal."""
     assert list(ours) == list(reference)
     return {
         name: (value.double() - reference[name].double()).abs().max().item()

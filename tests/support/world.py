@@ -28,14 +28,13 @@ import torch
 import torch.distributed as dist
 
 from tests.support import seam
-from tests.support.collect import RankFailure, RankTimeout
+from tests.support.collect import RankFailure
 from tests.support.place import COLLECTIVE_TIMEOUT, World
 from tests.support.pool import RankPool, backend, rank_pool, shutdown_pools
 
 __all__ = [
     "RankFailure",
     "RankPool",
-    "RankTimeout",
     "World",
     "backend",
     "fake_world",
