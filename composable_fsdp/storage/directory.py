@@ -131,11 +131,14 @@ def no_checkpoint_text(path: str) -> str:
     return f"{path} does not exist; {parent} holds {listed(beside) or 'nothing'}."
 
 
+def open_new(path: str) -> int:
+    """Open a new file for writing; never overwrite a file, and never follow a link."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+
 def write_synced(path: str, data: bytes) -> None:
     """Write a new file; on return, the file is on the disk."""
-    # Never overwrite a file and never follow a link.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with named_errors(path), open(os.open(path, flags, 0o666), "wb") as out:
+    with named_errors(path), open(open_new(path), "wb") as out:
         out.write(data)
         out.flush()
         os.fsync(out.fileno())

@@ -34,7 +34,7 @@ from composable_fsdp.storage.commit import (
     begin,
     commit,
     discard,
-    newest_in,
+    last_time,
     remove_older,
 )
 from composable_fsdp.storage.compare import Patterns, Selection, options_of
@@ -280,10 +280,10 @@ def _finish(job: Job, told: list[RankPart]) -> None:
     with paused_collection():
         manifest = merge(told, job.block)
         # Clocks differ, and a job may have moved to another machine.
-        newest = None
+        last = 0
         with suppress(OSError):
-            newest = newest_in(split(job.path)[0]) if is_local else None
-        data = manifest_bytes(manifest, job.path, newest.age[0] if newest else 0)
+            last = last_time(split(job.path)[0]) if is_local else 0
+        data = manifest_bytes(manifest, job.path, last)
     sizes = {f.name: f.nbytes for f in manifest.files}
     commit(job.path, data, job.options.overwrite, sizes)
     job.is_committed = True
@@ -444,6 +444,8 @@ def async_save(
         # Before the future ends, for which the next save waits, which reuses it.
         memory.is_used = False
         if failure is not None:
+            # The next call raises it, and there may be none.
+            _log.error("The asynchronous save of %s failed: %s", job.path, failure)
             future.set_exception(failure)
         else:
             future.set_result(None)

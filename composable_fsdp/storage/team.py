@@ -11,9 +11,7 @@ load hold are read once: each rank reads a part, and sends it to the others::
 
 from __future__ import annotations
 
-import atexit
 import hashlib
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -76,22 +74,6 @@ def wait_for_pending(team: Team) -> str | None:
     text = error.args[0] if error.args else error
     told = f"The asynchronous save of {future.path} ended with an error. {text}"
     return "" if seen else told
-
-
-def _tell_unseen() -> None:
-    """Warn at the interpreter's exit about failures that no caller has seen."""
-    for future in pending.values():
-        error = Future.exception(future) if future.done() else None
-        if error is not None and not future.is_seen:
-            warnings.warn(
-                f"The asynchronous save of {future.path} failed, and nobody has asked "
-                f"its future. {error}",
-                stacklevel=1,
-            )
-
-
-# At exit, no later call can raise the failure.
-atexit.register(_tell_unseen)
 
 
 def raise_unseen(team: Team, answers: list[str | None]) -> None:
