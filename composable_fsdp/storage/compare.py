@@ -397,8 +397,7 @@ def compare_model(
             report.dtypes.append(_unlike(held.names[0], held.dtype, info.dtype))
         elif held.span.numel:
             _require_writable(held.local, name)
-            to = held.span, held.local, False, held.holders
-            copies.append(Copy(name, None, *to))
+            copies.append(Copy(name, None, held.span, held.local))
             report.untied += _untied(source, held.names, copies[-1])
     for each in contents.wrappers:
         saved = source.wrappers.get(each.name, each.facts)

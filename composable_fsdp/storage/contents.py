@@ -35,7 +35,6 @@ from composable_fsdp.storage.tensors import (
     loose_span,
     mesh_groups_in,
     opened,
-    ranks_of,
     require_readable,
     span_of,
 )
@@ -92,10 +91,6 @@ class Held:
             "fully_shard."
         )
 
-    def holders(self) -> tuple[int, ...] | None:
-        """Return the ranks with the same elements: () for this one, None for all."""
-        return () if self.is_cut else None
-
 
 @dataclass(frozen=True, slots=True)
 class HeldParam(Held):
@@ -106,11 +101,6 @@ class HeldParam(Held):
     @property
     def is_cut(self) -> bool:
         return True
-
-    def holders(self) -> tuple[int, ...]:
-        """Return the ranks with the same elements: its replicas, or () without."""
-        group = self.ref.handle.groups.replicate
-        return () if group is None else ranks_of(group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,8 +196,9 @@ def tell_copies(
     found: list[tuple[str, Any, list[dict[str, Any]]]] = []
     for param in contents.params():
         copies = copies_of(others_of(param.ref), contents.mesh_groups)
-        ranks = filter(None, [param.holders(), *copies])
-        groups: list[Group] = [("copies", each) for each in ranks]
+        if (replicas := param.ref.handle.groups.replicate) is not None:
+            copies = [ranks_of(replicas), *copies]
+        groups: list[Group] = [("copies", each) for each in copies]
         if not groups or param.is_absent:
             continue
         told = [facts.setdefault(group, {}) for group in groups]

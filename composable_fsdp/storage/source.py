@@ -74,8 +74,6 @@ class Copy(NamedTuple):
     span: Span
     into: Tensor
     is_new: bool = False
-    # A function, because few loads ask.
-    holders: Callable[[], tuple[int, ...] | None] | None = None
 
 
 class Source(ABC):
