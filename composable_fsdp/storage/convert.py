@@ -243,7 +243,6 @@ def convert(
     with opened(source) as found:
         # Rank 0 of 1 rank: a source has random states of all ranks or of no rank.
         left_out = [] if found.rng(0, 1) is None else ["random states"]
-        left_out += ["scalars of other ranks (local)"] if found.local_states else []
         left_out += ["values of single ranks (per_rank)"] if found.saved_ranks else []
         # safetensors holds weights only, and other parts may be unreadable.
         parts = not (weights_only or to == SAFETENSORS)

@@ -275,7 +275,7 @@ class _Load:
         # ``on_rank`` has shown this rank's own values, and nothing is left to decide.
         if saved in (0, ranks):
             return selection
-        names = [*source.local_tensors, *source.local_states]
+        names = source.local_tensors
         everything = [*source.model, *source.aliases, *names]
         new = renaming(given.rename or {}, everything)
         asked = [old for old in names if (n := new(old)) and selection.takes_names([n])]
@@ -289,7 +289,7 @@ class _Load:
             )
         # A refused name, or a name without values here, is not missing as well.
         left = {old for old in asked if self.team.rank >= saved or not told(old)}
-        return selection.without({str(new(n)) for n in left & source.local_tensors})
+        return selection.without({str(new(old)) for old in left})
 
     def verify(self) -> None:
         """Verify the bytes that this rank reads, and fill memory that is new."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from itertools import pairwise, product
 from math import prod
@@ -446,8 +446,11 @@ class Local:
 
     tensors: tuple[SavedTensor, ...]
     own_states: dict[str, Json]
-    values: dict[str, dict[str, Json]]
     param_groups: list[Json] | None
+    # Once scalar state of parameters of units, of which each has a single one.
+    values: Annotated[dict[str, Json], Rule("an empty object", lambda v: not v)] = (
+        field(default_factory=dict)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,8 +81,6 @@ class FilePart:
     experts: dict[int, list[str]] = field(default_factory=dict)
     """Names of experts of this rank by the number of their group."""
     own_states: dict[str, Json] = field(default_factory=dict)
-    values: dict[str, dict[str, Json]] = field(default_factory=dict)
-    """Scalar state of parameters of units, in ``local`` alone."""
     rng: Json = None
     per_rank: Json = None
 
@@ -174,12 +172,12 @@ class _Merger:
 
     def local(self) -> tuple[Local, ...]:
         """Return the own values of each rank; empty if no rank has any."""
-        found, empty = [], Local((), {}, {}, None)
+        found, empty = [], Local((), {}, None)
         for rank, (part, _, _) in enumerate(self._told):
             own = part.local or FilePart()
             tensors = tuple(self._tensor([(rank, each)]) for each in own.tensors)
             groups = own.param_groups and list(own.param_groups.values())
-            values = own.own_states, own.values, groups
+            values = own.own_states, groups
             found.append(Local(tensors, *(self.shifted(v, rank) for v in values)))
         return tuple(found) if any(each != empty for each in found) else ()
 
@@ -299,8 +297,7 @@ def _require_same_state(parts: Written) -> None:
                 f"of the save and {theirs} on rank {other_rank}, which hold parts of "
                 "the parameter; a checkpoint has such state once. Nothing was "
                 "committed. Step the same optimizer on every rank, and make its "
-                "scalars equal (all-reduce them in the step), or pass "
-                f"local=[{name!r}] in SaveOptions, which saves each rank's own scalars."
+                "scalars equal (all-reduce them in the step)."
             )
 
 

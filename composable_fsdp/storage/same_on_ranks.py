@@ -95,13 +95,13 @@ _KINDS = {
     ),
     "options": _Kind(
         "The optimizer's option {name}",
-        f"Give all ranks the same options, or {_LOCAL}.",
+        f"Give all ranks the same options, or, of what is in no unit, {_LOCAL}.",
         is_shared=False,
         is_shown=True,
     ),
     "copies": _Kind(
         "The optimizer's {name}, of which several ranks hold copies,",
-        f"Step optimizers of all replicas alike, or {_LOCAL}.",
+        "Step optimizers of all replicas alike.",
         is_shown=True,
     ),
 }

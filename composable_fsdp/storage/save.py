@@ -101,9 +101,9 @@ class SaveOptions:
     """Leave out buffers, extra states, and parameters that require no gradient."""
     local: Patterns = None
     """Patterns of the names, as ``include``, whose values differ over ranks by design:
-    tensors in no unit, such as a rank's experts, with optimizer state and options, and
-    scalar optimizer state and options of parameters of units. Each rank's own are saved
-    and come back to the same rank. None: a difference is refused."""
+    tensors in no unit, such as a rank's experts, with optimizer state and options.
+    Each rank's own are saved and come back to the same rank. None: a difference is
+    refused."""
 
     def require_types(self) -> None:
         """Raise TypeError for a value of another type."""
