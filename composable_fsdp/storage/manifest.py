@@ -369,6 +369,7 @@ Names = Annotated[
     tuple[str, ...],
     Rule("one or more different names", lambda n: 0 < len(n) == len(set(n))),
 ]
+Empty = Annotated[dict[str, Json], Rule("an empty object", lambda v: not v)]
 
 
 class EntryPlace(NamedTuple):
@@ -447,10 +448,8 @@ class Local:
     tensors: tuple[SavedTensor, ...]
     own_states: dict[str, Json]
     param_groups: list[Json] | None
-    # Once scalar state of parameters of units, of which each has a single one.
-    values: Annotated[dict[str, Json], Rule("an empty object", lambda v: not v)] = (
-        field(default_factory=dict)
-    )
+    # Scalar state of parameters of units, in the first checkpoints of this version.
+    values: Empty = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,11 +35,7 @@ from composable_fsdp.storage.source import Copy, Source, TensorInfo
 from composable_fsdp.storage.storages import is_url, join, whole_path
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import decode
-from composable_fsdp.storage.writer import (
-    aligned,
-    host_buffer,
-    is_plain,
-)
+from composable_fsdp.storage.writer import aligned, host_buffer, is_plain
 
 # Fixed bytes around the manifest, whose crc32 is verified before JSON is parsed.
 _HEAD = b'{"crc32": "%08x", "time": "%019d", "manifest":\n'

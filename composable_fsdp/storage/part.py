@@ -48,11 +48,7 @@ from composable_fsdp.storage.same_on_ranks import (
 from composable_fsdp.storage.save_parts import by_turns, writers_of
 from composable_fsdp.storage.stateful import rng_state, states_of
 from composable_fsdp.storage.team import Team
-from composable_fsdp.storage.tensors import (
-    is_first_copy,
-    others_of,
-    stores_loose,
-)
+from composable_fsdp.storage.tensors import is_first_copy, others_of, stores_loose
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import Piece
 

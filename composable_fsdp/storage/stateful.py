@@ -53,7 +53,8 @@ def states_of(value: Any, where: str, depth: int = 0) -> Any:
                 "are cut over the ranks. Save it by a save of its own, or pass a "
                 "module that holds both."
             )
-        return _without_counters(value.state_dict())
+        # A Counter is told by the object itself at the load.
+        return _like(value.state_dict(), None)
     if depth > _MAX_DEPTH or type(value) not in (dict, list, tuple):
         return value
     made = {
@@ -68,22 +69,16 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     return list(value.items() if isinstance(value, dict) else enumerate(value))
 
 
-def _without_counters(state: Any, depth: int = 0) -> Any:
-    """Return a state with a dict in place of each Counter; see ``_as_given``."""
+def _like(state: Any, own: Any, depth: int = 0) -> Any:
+    """Return a state with a Counter where the state ``own`` has one, else a dict."""
     if isinstance(state, dict) and depth <= _MAX_DEPTH:
-        return {k: _without_counters(v, depth + 1) for k, v in state.items()}
-    if type(state) is list and depth <= _MAX_DEPTH:
-        return [_without_counters(each, depth + 1) for each in state]
-    return state
-
-
-def _as_given(state: Any, own: Any) -> Any:
-    """Return a saved state with a Counter where the object's ``own`` state has one."""
-    if isinstance(state, dict) and isinstance(own, dict):
-        made = {key: _as_given(each, own.get(key)) for key, each in state.items()}
+        mine = own if isinstance(own, dict) else {}
+        made = {k: _like(each, mine.get(k), depth + 1) for k, each in state.items()}
         return Counter(made) if isinstance(own, Counter) else made
-    if isinstance(state, list) and isinstance(own, list) and len(state) == len(own):
-        return list(map(_as_given, state, own))
+    if type(state) is list and depth <= _MAX_DEPTH:
+        alike = isinstance(own, list) and len(own) == len(state)
+        pairs = zip(state, own if alike else [None] * len(state), strict=True)
+        return [_like(each, other, depth + 1) for each, other in pairs]
     return state
 
 
@@ -103,7 +98,7 @@ class Filling:
         """
         for each, state in self.states:
             # Schedulers keep the lists of the state, which a source may give out again.
-            given = _as_given(copy.deepcopy(state), each.state_dict())
+            given = _like(copy.deepcopy(state), each.state_dict())
             each.load_state_dict(given)
 
     def take(self, objects: Any, saved: Any, where: str, depth: int = 0) -> Any:

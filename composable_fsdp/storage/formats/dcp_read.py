@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import reprlib
 import zipfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -32,15 +31,13 @@ from composable_fsdp.storage.formats.files import (
     require_uncompressed,
 )
 from composable_fsdp.storage.formats.nested import NestedSource
-from composable_fsdp.storage.manifest import LARGEST, Span
+from composable_fsdp.storage.manifest import LARGEST, Span, excerpt
 from composable_fsdp.storage.source import LazyTensor, TensorInfo
 
 METADATA = ".metadata"
 NOTES = "composable_fsdp.notes"
 """The key of what our converter saves beside, as JSON: ties and empty dictionaries."""
 PathOf = tuple[str | int, ...]
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel = 2
 
 
 class _Item(NamedTuple):
@@ -162,7 +159,7 @@ def _values(
         if not isinstance(path, tuple) or not all(
             isinstance(part, str | int) for part in told
         ):
-            raise _Malformed(f"{_short(key)} lies at {_short(path)}")
+            raise _Malformed(f"{excerpt(key)} lies at {excerpt(path)}")
         if not isinstance(about, BytesStorageMetadata):
             yield key, path, _lazy(directory, reader, key, about, items)
             continue
@@ -182,7 +179,7 @@ def _lazy(
     """Return a tensor whose chunks cover every element exactly once."""
     info = TensorInfo(about.properties.dtype, _sizes(about.size))
     if not isinstance(info.dtype, torch.dtype):
-        raise _Malformed(f"the dtype of {key!r} is {_short(info.dtype)}")
+        raise _Malformed(f"the dtype of {key!r} is {excerpt(info.dtype)}")
     chunks, held = list[_Chunk](), 0
     for each in about.chunks:
         offsets, sizes = _sizes(each.offsets), _sizes(each.sizes)
@@ -220,8 +217,8 @@ def _items(directory: Path, storage: Any) -> dict[tuple[str, Any], _Item]:
         # Extensions such as compression: the bytes are not the saved object.
         if about.transform_descriptors:
             raise _Malformed(
-                f"{_short(fqn)} was written through "
-                f"{_short(about.transform_descriptors)}, which only the program that "
+                f"{excerpt(fqn)} was written through "
+                f"{excerpt(about.transform_descriptors)}, which only the program that "
                 "wrote it can undo"
             )
         # Once per file: the names in a hostile directory lead elsewhere.
@@ -233,7 +230,7 @@ def _items(directory: Path, storage: Any) -> dict[tuple[str, Any], _Item]:
         if begin + about.length > size:
             raise CheckpointError(
                 f"{path} has {size} bytes; expected {begin + about.length}, with the "
-                f"values of {_short(fqn)}. Copy the checkpoint again."
+                f"values of {excerpt(fqn)}. Copy the checkpoint again."
             )
         at = None if index.offset is None else _sizes(index.offset)
         found[fqn, at] = _Item(path, begin, about.length)
@@ -245,16 +242,8 @@ def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple) or not all(
         type(size) is int and 0 <= size <= LARGEST for size in value
     ):
-        raise _Malformed(f"{_short(value)} stands in place of sizes")
+        raise _Malformed(f"{excerpt(value)} stands in place of sizes")
     return tuple(value)
-
-
-def _short(value: Any) -> str:
-    """Return a shortened ``repr``."""
-    try:
-        return _SHORT.repr(value)
-    except ValueError:  # An integer with more digits than Python prints.
-        return f"a {type(value).__name__}"
 
 
 def _overlap(chunks: list[_Chunk], dims: int) -> _Chunk | None:
