@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -284,20 +283,6 @@ def _told_of_replicas(groups: Sequence[dict[int, dict[str, Any]]]) -> str:
         f"rank has. {causes} check_weights='error' refuses such a save, "
         "check_weights='off' compares nothing."
     )
-
-
-def warn_of(text: str) -> Exception | None:
-    """Warn; return the error if this process lets warnings raise."""
-    try:
-        warnings.warn(text, stacklevel=6)  # through prepare, save, two decorators
-    except Warning as raised:
-        # Raised here, the warning would end this rank alone, and the others would wait.
-        error = CheckpointError(
-            f"{text} Nothing was written, because warnings are errors in this process."
-        )
-        error.__cause__ = raised
-        return error
-    return None
 
 
 def _refuse(kind: str, told: dict[int, dict[str, Any]]) -> None:

@@ -49,7 +49,6 @@ from composable_fsdp.storage.same_on_ranks import (
     no_facts,
     require_same_values,
     unlike_groups,
-    warn_of,
 )
 from composable_fsdp.storage.storages import is_url, join, split, whole_path
 from composable_fsdp.storage.team import (
@@ -219,9 +218,12 @@ def prepare(
         # Names and hashes are sent only of what differs by the digests: of 10,000
         # tensors and 1,024 ranks they are hundreds of megabytes.
         groups = unlike_groups([each[3] for each in answers])
-        if groups and (text := require_same_values(team, facts, groups)):
-            # A warning per rank would say no more.
-            own.error = warn_of(text) if team.rank == 0 else None
+        text = require_same_values(team, facts, groups) if groups else ""
+        # A warning per rank would say no more. Where warnings are errors, it is that of
+        # all ranks, as any other.
+        with own:
+            if text and team.rank == 0:
+                warnings.warn(text, stacklevel=5)  # through save and two decorators
     except BaseException:
         if ending:
             discard(target, ending)
