@@ -216,8 +216,7 @@ def _refuse_meta(
     if meta:
         raise CheckpointError(
             f"{what} expects values, and {listed(map(quoted, meta))} are on meta. Call "
-            "model.to_empty(device=...) first, and set the buffers that are not "
-            "persistent; load fills the rest."
+            "model.to_empty(device=...) first, and set what load does not fill."
         )
 
 
@@ -231,10 +230,8 @@ def _refuse_foreign(path: str, module: nn.Module, what: str) -> None:
     if found is not None:
         raise CheckpointError(
             f"{quoted(path)} was sharded by {found}, so each rank holds a part that "
-            f"{what} cannot place. Call torch.distributed.checkpoint (or that "
-            "library's own functions) for that model: load reads the checkpoints of "
-            "torch.distributed.checkpoint into a model that fully_shard was applied "
-            "to."
+            f"{what} cannot place. Call torch.distributed.checkpoint or that library's "
+            "own functions; load reads what torch.distributed.checkpoint wrote."
         )
 
 
@@ -334,18 +331,18 @@ def _original_dtypes(
 def not_in_module(parameter: Tensor, g: int, i: int, what: str) -> CheckpointError:
     """Return the error for an optimizer's parameter that the module does not have."""
     shape = tuple(parameter.shape)
-    told = f"is not a parameter of the module that is {what}. Pass the model that"
-    way_out = (
-        "the optimizer trains. If it was on meta: to_empty parts tied parameters until "
-        "the first load or forward, so make the optimizer after that, or tie them "
-        "before it."
+    told = (
+        f"is not a parameter of the module that is {what}. Pass the model that the "
+        "optimizer trains, and tie parameters again after to_empty, before the "
+        "optimizer is made."
     )
     if is_wrapper(parameter):
-        told = f"is a {kind_of(parameter)}, which wraps other tensors; its optimizer"
-        way_out = f"state cannot be {what}. Train a plain parameter, or none."
+        told = (
+            f"is a {kind_of(parameter)}, which wraps other tensors; its optimizer "
+            f"state cannot be {what}. Train a plain parameter, or none."
+        )
     return CheckpointError(
-        f"Parameter {i} of the optimizer's group {g}, of shape {shape}, {told} "
-        f"{way_out}"
+        f"Parameter {i} of the optimizer's group {g}, of shape {shape}, {told}"
     )
 
 

@@ -11,7 +11,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
@@ -83,12 +82,6 @@ class FilePart:
     own_states: dict[str, Json] = field(default_factory=dict)
     rng: Json = None
     per_rank: Json = None
-
-
-_LOST = (
-    "The process group was destroyed (torch.distributed.destroy_process_group) before "
-    "this save, so this rank cannot reach the others: call save before it."
-)
 
 
 class Draft:
@@ -270,14 +263,10 @@ def _require_cover(parts: Written, numel: int, what: str) -> None:
             break
         end, before = part.span.stop, rank
     if end != numel or not parts:
-        alone = dist.is_available() and not dist.is_initialized()
-        way_out = (
-            "Call save on every rank that the model is sharded and cut over, with the "
-            "same include, exclude and trainable_only."
-        )
         raise CheckpointError(
-            f"Elements from {end} on of {what} were written by no rank. "
-            f"{_LOST if alone else way_out}"
+            f"Elements from {end} on of {what} were written by no rank. Call save on "
+            "every rank that the model is sharded and cut over, with the same include, "
+            "exclude and trainable_only, and before destroy_process_group."
         )
 
 

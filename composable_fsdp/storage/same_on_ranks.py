@@ -269,20 +269,14 @@ def _told_of_replicas(groups: Sequence[dict[int, dict[str, Any]]]) -> str:
     more = f" (and {len(found) - 1} more parameters)" if len(found) > 1 else ""
     text = (
         f"Replicas differ: parameter {quoted(name)}{more} has {_others(values)}, which "
-        "hold the same part"
-    )
-    causes = (
-        "A write to one replica, or a step with other options there, leads to this. "
-        "Give all replicas the same values before the save: load the last "
-        "checkpoint, or broadcast the parameters."
+        "hold the same part. Each replica writes a share, so the checkpoint is a "
+        "mixture that no rank has. Load the last checkpoint, or broadcast the "
+        "parameters, before the save. check_weights='error' refuses such a save, 'off' "
+        "compares nothing."
     )
     if any(value and value[1] for each in found.values() for value in each.values()):
-        raise CheckpointError(f"{text}; nothing was written. {causes}")
-    return (
-        f"{text}. Each replica writes a share, so the checkpoint is a mixture that no "
-        f"rank has. {causes} check_weights='error' refuses such a save, "
-        "check_weights='off' compares nothing."
-    )
+        raise CheckpointError(f"{text} Refused: nothing was written.")
+    return text
 
 
 def _refuse(kind: str, told: dict[int, dict[str, Any]]) -> None:

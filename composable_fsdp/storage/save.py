@@ -307,9 +307,8 @@ def _finish(job: Job, told: list[RankPart]) -> None:
         raise CheckpointError(
             f"The checkpoint {job.path} was committed and is whole: the save itself "
             "has succeeded, and training can go on. What comes after failed "
-            f"({error}): older ones may still be there, and a power cut may undo the "
-            "commit. load of the directory reads the new one, and the next save "
-            "removes the rest."
+            f"({error}): older ones may be there until the next save, and a power cut "
+            "may undo the commit."
         ) from error
 
 
