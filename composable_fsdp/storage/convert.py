@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from os import PathLike
@@ -21,7 +21,7 @@ from composable_fsdp.storage.compare import Progress, View
 from composable_fsdp.storage.directory import MANIFEST, appear, path_text, write_synced
 from composable_fsdp.storage.formats.dcp_read import METADATA, NOTES
 from composable_fsdp.storage.formats.files import SafetensorsWriter
-from composable_fsdp.storage.formats.nested import nested_tree
+from composable_fsdp.storage.formats.nested import nested_tree, read_all
 from composable_fsdp.storage.manifest import Span, require_storable
 from composable_fsdp.storage.merge import Draft, TensorPart, merge
 from composable_fsdp.storage.native import manifest_bytes
@@ -100,17 +100,6 @@ def _drafted(source: Source) -> Draft:
         }
     part.extra = encode(source.extra, "extra", draft.put)
     return draft
-
-
-def whole(value: Any, read: dict[Hashable, Tensor]) -> Any:
-    """Return ``value`` with tensors read; tied names share one, which is saved once."""
-    if isinstance(value, LazyTensor):
-        if value.storage not in read:
-            read[value.storage] = value.whole()
-        return read[value.storage]
-    if isinstance(value, dict):
-        return {key: whole(each, read) for key, each in value.items()}
-    return [whole(each, read) for each in value] if isinstance(value, list) else value
 
 
 DCP_DATA = "__0_0.distcp"
@@ -276,7 +265,7 @@ _WRITERS: Mapping[str, Callable[[Path, Source], None]] = {
     NATIVE: write_native,
     DCP: write_dcp,
     # ``torch.save`` takes all tensors in host memory.
-    TORCH: lambda out, source: torch.save(whole(nested_tree(source), {}), out),
+    TORCH: lambda out, source: torch.save(read_all(nested_tree(source), {}), out),
 }
 
 

@@ -19,9 +19,8 @@ from composable_fsdp.naming import listed
 from composable_fsdp.storage.contents import units_in
 from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.team import Team
+from composable_fsdp.storage.values import MAX_DEPTH
 
-_MAX_DEPTH = 100
-"""The deepest nesting in which objects are looked for; values are saved no deeper."""
 Redeal = Callable[[list[Any], int, int], dict[str, Any]]
 """Returns the values of a rank, at another world size, from those of all ranks."""
 
@@ -55,7 +54,7 @@ def states_of(value: Any, where: str, depth: int = 0) -> Any:
             )
         # A Counter is told by the object itself at the load.
         return _like(value.state_dict(), None)
-    if depth > _MAX_DEPTH or type(value) not in (dict, list, tuple):
+    if depth > MAX_DEPTH or type(value) not in (dict, list, tuple):
         return value
     made = {
         key: states_of(each, f"{where}[{key!r}]", depth + 1)
@@ -71,11 +70,11 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 def _like(state: Any, own: Any, depth: int = 0) -> Any:
     """Return a state with a Counter where the state ``own`` has one, else a dict."""
-    if isinstance(state, dict) and depth <= _MAX_DEPTH:
+    if isinstance(state, dict) and depth <= MAX_DEPTH:
         mine = own if isinstance(own, dict) else {}
         made = {k: _like(each, mine.get(k), depth + 1) for k, each in state.items()}
         return Counter(made) if isinstance(own, Counter) else made
-    if type(state) is list and depth <= _MAX_DEPTH:
+    if type(state) is list and depth <= MAX_DEPTH:
         alike = isinstance(own, list) and len(own) == len(state)
         pairs = zip(state, own if alike else [None] * len(state), strict=True)
         return [_like(each, other, depth + 1) for each, other in pairs]
@@ -139,7 +138,7 @@ def _holds_objects(value: Any, depth: int) -> bool:
     """Return whether ``value`` is or holds an object with a state."""
     if is_stateful(value):
         return True
-    if depth > _MAX_DEPTH or type(value) not in (dict, list, tuple):
+    if depth > MAX_DEPTH or type(value) not in (dict, list, tuple):
         return False
     return any(_holds_objects(each, depth + 1) for _, each in _items(value))
 

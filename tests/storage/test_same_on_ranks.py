@@ -305,7 +305,7 @@ def test_an_extra_state_that_differs_is_refused_or_saved_per_rank(
 def test_a_save_after_the_process_group_is_gone_says_so(
     world: World, tmp_path: Path
 ) -> None:
-    """Not that shards were written by no rank."""
+    """As the way out of shards that no rank has written."""
     model = fully_shard(torch.nn.Linear(4, 4))
     with mock.patch.object(torch.distributed, "is_initialized", return_value=False):
         text = message_of(lambda: save(tmp_path / f"alone-{world.rank}", model))

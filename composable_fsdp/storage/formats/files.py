@@ -23,6 +23,7 @@ from composable_fsdp.storage.directory import inner_file, read_document
 from composable_fsdp.storage.formats.nested import NestedSource
 from composable_fsdp.storage.manifest import CODES, Span, require_storable
 from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
+from composable_fsdp.storage.values import MAX_DEPTH
 from composable_fsdp.storage.writer import bytes_of, header_of, in_host_memory
 
 END = ".safetensors"
@@ -301,8 +302,6 @@ def _first_line(error: Exception) -> str:
     return line if line.endswith(".") else f"{line}."
 
 
-_MAX_DEPTH = 100
-"""The deepest nesting that is read; a native checkpoint holds no deeper one."""
 _EXPANDED = 2**30
 """The bytes that tensors of few bytes in the file may stand for: saved masks."""
 
@@ -317,7 +316,7 @@ def lazy_tensors(value: Any, where: str, nbytes: int) -> Any:
         nonlocal left, space
         left -= 1
         problem = ""
-        if left < 0 or depth > _MAX_DEPTH:
+        if left < 0 or depth > MAX_DEPTH:
             problem = "more nested values than bytes, or too deep ones"
         elif isinstance(value, Tensor):
             found = _lazy_tensor(value, where)
