@@ -29,7 +29,7 @@ from composable_fsdp.storage.manifest import (
     require_storable,
 )
 from composable_fsdp.storage.values import encode
-from composable_fsdp.storage.writer import Piece, of_tensor
+from composable_fsdp.storage.writer import Piece
 
 
 @dataclass(slots=True)
@@ -96,8 +96,9 @@ class Draft:
         require_storable(tensor.dtype, where)
         loose = self.part.loose
         key = f"loose.{len(loose)}"
-        loose[key] = tensor.dtype, tuple(tensor.shape)
-        self.pieces.append(of_tensor(key, tensor))
+        shape = tuple(tensor.shape)
+        loose[key] = tensor.dtype, shape
+        self.pieces.append(Piece(tensor.dtype, shape, key, lambda: [tensor.detach()]))
         return len(loose) - 1
 
     def value(self, key: str, value: Any, name: str) -> Json:
@@ -232,20 +233,19 @@ def _shifted(value: Json, shift: int) -> Json:
 
 def _require_alike(written: Written) -> None:
     """Raise CheckpointError if ranks have stored a tensor in different ways."""
-    rank, first = written[0]
-
-    def facts(part: TensorPart) -> tuple[Any, ...]:
-        return part.shape, part.dtype, part.span.rectangle is None
-
-    for other, part in written[1:]:
-        # Meshes of different placements: no rank knows the values of all elements.
-        if facts(part) != facts(first):
-            raise CheckpointError(
-                f"{quoted(first.names[0])} is cut differently on ranks {rank} and "
-                f"{other} of the save; expected the same shape, dtype and placements "
-                "on all ranks. Nothing was committed. Call parallelize_module alike "
-                "on all ranks."
-            )
+    kinds = {
+        (part.shape, part.dtype, part.span.rectangle is None): rank
+        for rank, part in reversed(written)
+    }
+    # Meshes of different placements: no rank knows the values of all elements.
+    if len(kinds) > 1:
+        ranks = sorted(kinds.values())
+        raise CheckpointError(
+            f"{quoted(written[0][1].names[0])} is cut differently on ranks {ranks[0]} "
+            f"and {ranks[1]} of the save; expected the same shape, dtype and "
+            "placements on all ranks. Nothing was committed. Call parallelize_module "
+            "alike on all ranks."
+        )
 
 
 def _require_cover(parts: Written, numel: int, what: str) -> None:

@@ -415,11 +415,7 @@ def async_save(
     that are found before any file is written.
     """
     team = team_of(module, "async_save")
-    # The thread has a gloo group of its own, so the two threads' exchanges never mix.
-    behind = team
-    if team.group is not None:
-        group = team.group_of(team.ranks, "asynchronous checkpoint")
-        behind = Team(group, team.ranks)
+    behind = team.beside("asynchronous checkpoint")
     job = prepare(team, path, module, optim, extra, options)
     interrupt: BaseException | None = None
     memory = take_memory(module)

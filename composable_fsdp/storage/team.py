@@ -102,15 +102,15 @@ class Team:
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
 
-    def group_of(self, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup:
-        """Return a gloo group of several of the ranks, with the time-out of the team's.
+    def beside(self, purpose: str) -> Team:
+        """Return the ranks with a second gloo group, whose exchanges never mix.
 
-        Collective: creates the group at the first call; other ranks need not call.
+        Collective: creates the group at the first call.
         """
-        assert self.group is not None
-        found = private_group(ranks, purpose, group_timeout(self.group))
-        assert found is not None
-        return found
+        if self.group is None:
+            return self
+        group = private_group(self.ranks, purpose, group_timeout(self.group))
+        return Team(group, self.ranks)
 
     def agree(self, error: Exception | None, value: Any = None) -> list[Any]:
         """Return every rank's ``value`` in rank order, if no rank has an ``error``.

@@ -121,11 +121,6 @@ class Piece(TensorInfo):
     pieces: Callable[[], Iterable[Tensor]]
 
 
-def of_tensor(key: str, tensor: Tensor) -> Piece:
-    """Return the piece of a whole tensor."""
-    return Piece(tensor.dtype, tuple(tensor.shape), key, lambda: [tensor.detach()])
-
-
 def header_of(
     entries: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int]]:
