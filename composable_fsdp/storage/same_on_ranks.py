@@ -12,7 +12,6 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
@@ -192,7 +191,6 @@ def tell_copies(
     contents: Contents, states: Mapping[int, Mapping[str, Any]], facts: Facts
 ) -> None:
     """Add the states of this rank's parameters in units that other ranks hold, too."""
-    found: list[tuple[str, Any, list[dict[str, Any]]]] = []
     for param in contents.params():
         copies = copies_of(others_of(param.ref), contents.mesh_groups)
         if (replicas := param.ref.handle.groups.replicate) is not None:
@@ -204,27 +202,10 @@ def tell_copies(
         for key, value in states.get(id(param.tensor), {}).items():
             # Elements would take a pass over memory; dtypes differ for free.
             is_cut = param.has_elements(key, value)
-            said = f"elements of {value.dtype}" if is_cut else value
-            found.append((f"{param.names[0]} (state {key!r})", said, told))
-    texts = _texts([(where, value) for where, value, _ in found])
-    for (where, _, told), text in zip(found, texts, strict=True):
-        for each in told:
-            each[where] = text
-
-
-def _texts(found: Sequence[tuple[str, Any]]) -> list[str]:
-    """Return a text for each value; numbers in tensors are read together."""
-    # A GPU would be waited for at each number.
-    alike: dict[Any, list[int]] = {}
-    for i, (_, value) in enumerate(found):
-        if isinstance(value, Tensor) and value.ndim == 0:
-            alike.setdefault((value.device, value.dtype), []).append(i)
-    read: dict[int, str] = {}
-    for (_, dtype), numbers in alike.items():
-        values = torch.stack([found[i][1].detach() for i in numbers]).tolist()
-        pairs = zip(numbers, values, strict=True)
-        read.update({i: f"{value!r} of {dtype}" for i, value in pairs})
-    return [read.get(i) or text_of(value, w) for i, (w, value) in enumerate(found)]
+            where = f"{param.names[0]} (state {key!r})"
+            text = f"elements of {value.dtype}" if is_cut else text_of(value, where)
+            for each in told:
+                each[where] = text
 
 
 def require_same_values(team: Team, facts: Facts, groups: Sequence[Group]) -> str:
