@@ -9,7 +9,6 @@ import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cache
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -183,8 +182,6 @@ class NativeSource(Source):
 
     def _index(self, own: Local) -> None:
         """Build ``model``, ``aliases`` and ``optim``."""
-        # Shared objects: fewer for the garbage collector to track.
-        info_of = cache(TensorInfo)
         model: dict[str, TensorInfo] = {}
         aliases: dict[str, str] = {}
         optim: dict[str, dict[str, TensorInfo]] = {}
@@ -193,11 +190,11 @@ class NativeSource(Source):
         for each in (*self.manifest.tensors, *own.tensors):
             name, *others = each.fqns
             self._saved[name] = each
-            model[name] = info_of(each.dtype, each.shape)
+            model[name] = TensorInfo(each.dtype, each.shape)
             aliases.update(dict.fromkeys(others, name))
             if each.states:
                 optim[name] = {
-                    k: info_of(v.dtype, each.shape) for k, v in each.states.items()
+                    k: TensorInfo(v.dtype, each.shape) for k, v in each.states.items()
                 }
         self.model, self.aliases, self.optim = model, aliases, optim
 

@@ -187,20 +187,12 @@ def _exchange(own: Exception | None) -> Iterator[None]:
         broke = isinstance(error, CollectiveError)
         if isinstance(error, FSDPError) and not broke:
             raise
-        what = "Another rank was lost, or the process group destroyed, while"
-        way_out = "Start the ranks again and load the last good checkpoint."
-        if not dist.is_initialized():
-            what = (
-                "The process group was destroyed "
-                "(torch.distributed.destroy_process_group) before"
-            )
-            way_out = (
-                "Call result() of what async_save returned, on every rank, before "
-                "destroy_process_group."
-            )
         raise own or CheckpointError(
-            f"{what} the ranks agreed on a checkpoint ({error}). Nothing was committed "
-            f"unless the path is there now; verify(path) tells. {way_out}"
+            "Another rank was lost, or the process group destroyed, before the ranks "
+            f"agreed on a checkpoint ({error}). Nothing was committed unless the path "
+            "is there now; verify(path) tells. Start the ranks again and load the last "
+            "good checkpoint; call result() of async_save on every rank before "
+            "destroy_process_group."
         ) from error
 
 
