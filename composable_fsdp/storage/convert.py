@@ -320,15 +320,10 @@ def check_readable(
     """Read every element of model, optimizer and extra state; return the bytes read."""
     total, parts = 0, not weights_only
     watched = View(source, optimizer=parts, values=parts, progress=progress)
-    reads = [
-        (i, partial(watched.read_model, name)) for name, i in watched.model.items()
-    ]
-    reads += [
-        (info, partial(watched.read_optim, name, key))
-        for name, states in watched.optim.items()
-        for key, info in states.items()
-    ]
-    for info, read in reads:
+    reads = [(partial(watched.read_model, n), i) for n, i in watched.model.items()]
+    for name, states in watched.optim.items():
+        reads += [(partial(watched.read_optim, name, k), i) for k, i in states.items()]
+    for read, info in reads:
         for start, stop in info.slices():
             got = read(start, stop)
             # A reader may only map the file, so a disk error shows when bytes are read.

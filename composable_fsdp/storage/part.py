@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.original_view import over_originals
 from composable_fsdp.optim.own_state_dict import plain_values
@@ -29,7 +28,6 @@ from composable_fsdp.storage.compare import Patterns, Selection, matcher
 from composable_fsdp.storage.contents import (
     Contents,
     Held,
-    HeldParam,
     named,
     not_in_module,
     readable_state,
@@ -136,8 +134,8 @@ class PartMaker(Draft):
 
     def _is_local(self, held: Held) -> bool:
         """Return whether each rank saves its own values; a tied tensor by any name."""
-        is_in_unit = isinstance(held, HeldParam)
-        return not is_in_unit and any(map(self._is_local_name, held.names))
+        # Elements that are cut over ranks are no rank's own.
+        return not held.is_cut and any(map(self._is_local_name, held.names))
 
     def _in_no_unit(self, shared: Sequence[Held]) -> Iterator[Stored]:
         """Yield the tensors in no unit that this rank stores."""
@@ -248,12 +246,6 @@ class PartMaker(Draft):
         """Collect the values of this rank alone."""
         own = self._own
         for held in filter(self._is_local, self._chosen.tensors):
-            if held.is_cut:
-                raise CheckpointError(
-                    f"{quoted(held.names[0])} is a DTensor, of which each rank holds a "
-                    "part; local=[..] expects names of tensors that are whole on a "
-                    "rank. Nothing was written. Leave the name out of local."
-                )
             own.tensors.append(self._part_of(held, 0, held.local.numel()))
         if self._optims:
             own.param_groups = self._param_groups(local=True) or None

@@ -133,10 +133,7 @@ def unlike_groups(told: Sequence[Mapping[Group, bytes]]) -> list[Group]:
 
 def tell_tensors(held: Sequence[Held], facts: Facts) -> None:
     """Add names, shapes and hashes of tensors in no unit."""
-    plain = [_hashable(each.local) for each in held]
-    # A copy of all hashes to the host at once: a GPU would be waited for per tensor.
-    alike = len({tensor.device for tensor in plain}) == 1
-    hashes = hash_values(plain).tolist() if alike else map(_hash, plain)
+    hashes = _hashes([each.local for each in held])
     for each, value in zip(held, hashes, strict=True):
         name, span, is_parameter = each.names[0], each.span, each.is_parameter
         kind = "a parameter" if is_parameter else "a buffer"
@@ -153,20 +150,19 @@ def tell_tensors(held: Sequence[Held], facts: Facts) -> None:
         facts["shapes"][name] = f"{kind} {each.shape} of {each.dtype}{tied}"
 
 
-def _hashable(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` with the values in memory that the tensor represents."""
-    return in_host_memory(tensor) if tensor.is_conj() or tensor.is_neg() else tensor
-
-
-def _hash(tensor: Tensor) -> int:
-    """Return the hash of a tensor."""
-    return int(hash_values([tensor]).item())
+def _hashes(tensors: Sequence[Tensor]) -> list[int]:
+    """Return a hash of the values that each tensor represents."""
+    plain = [in_host_memory(t) if t.is_conj() or t.is_neg() else t for t in tensors]
+    # A copy of all hashes to the host at once: a GPU would be waited for per tensor.
+    alike = len({tensor.device for tensor in plain}) == 1
+    batches = [plain] if alike else [[tensor] for tensor in plain]
+    return [value for batch in batches for value in hash_values(batch).tolist()]
 
 
 def text_of(value: Any, where: str) -> str:
     """Return a text that is equal for equal values; tensors count by their hash."""
     found: Json = encode(
-        value, where, lambda tensor, _: _hash(_hashable(tensor)), python_values=True
+        value, where, lambda tensor, _: _hashes([tensor])[0], python_values=True
     )
     return json.dumps(found, sort_keys=True)
 

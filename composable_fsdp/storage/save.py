@@ -328,16 +328,6 @@ _memories: weakref.WeakKeyDictionary[nn.Module, SaveMemory] = (
 )
 
 
-def take_memory(module: nn.Module) -> SaveMemory:
-    """Return the memory of ``module``, marked as used."""
-    memory = _memories.get(module)
-    # A save of the same module by other ranks may still write the values of its call.
-    if memory is None or memory.is_used:
-        memory = _memories[module] = SaveMemory()
-    memory.is_used = True
-    return memory
-
-
 def free_save_memory(module: nn.Module) -> int:
     """Free the host memory that ``async_save`` keeps for the next save of ``module``.
 
@@ -418,7 +408,11 @@ def async_save(
     behind = team.beside("asynchronous checkpoint")
     job = prepare(team, path, module, optim, extra, options)
     interrupt: BaseException | None = None
-    memory = take_memory(module)
+    memory = _memories.get(module)
+    # A save of the same module by other ranks may still write the values of its call.
+    if memory is None or memory.is_used:
+        memory = _memories[module] = SaveMemory()
+    memory.is_used = True
     try:
         # Not raised here, where only this rank would stop: the thread tells all ranks.
         with job.own:

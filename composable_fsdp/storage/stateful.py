@@ -150,29 +150,25 @@ def own_values(
     saved, ranks = source.saved_ranks, team.world_size
     if wanted is None:
         return Filling()
-    values = wanted
+    if not isinstance(wanted, dict):
+        kind = type(wanted).__name__
+        raise TypeError(f"load expects per_rank=None or a dict, got a {kind}.")
+    if not saved:
+        return Filling(problems=["the checkpoint was saved without per_rank"])
     # A rank without values of its own saved an empty dict, so the numbers are equal.
     if saved == ranks:
-        values = source.rank_values(team.rank)
-    elif saved and redeal is not None:
-        everyone = [source.rank_values(rank) for rank in range(saved)]
-        values = redeal(everyone, team.rank, ranks)
-    for what, value in (
-        ("load expects per_rank=None or a dict", wanted),
-        ("redeal must return a dict", values),
-    ):
-        if not isinstance(value, dict):
-            raise TypeError(f"{what}, got a {type(value).__name__}.")
-    problem = ""
-    if not saved:
-        problem = "the checkpoint was saved without per_rank"
-    elif saved != ranks and redeal is None:
+        return fill(wanted, source.rank_values(team.rank), "per_rank")
+    if redeal is None:
         problem = (
             f"per_rank was saved by {saved} ranks, and {ranks} load: "
             "LoadOptions(redeal=function) gets the values of all of them and returns "
             "those of a rank"
         )
-    return Filling(problems=[problem]) if problem else fill(wanted, values, "per_rank")
+        return Filling(problems=[problem])
+    values = redeal([source.rank_values(r) for r in range(saved)], team.rank, ranks)
+    if not isinstance(values, dict):
+        raise TypeError(f"redeal must return a dict, got a {type(values).__name__}.")
+    return fill(wanted, values, "per_rank")
 
 
 def rng_state() -> dict[str, Any]:

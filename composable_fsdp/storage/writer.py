@@ -78,9 +78,8 @@ def host_buffer(nbytes: int, *, pinned: bool = False) -> Tensor:
         if code:
             # Copies to pageable memory have the same values, and take longer.
             warnings.warn(
-                f"CUDA refused to pin {len(buffer)} bytes of host memory (error "
-                f"{code}): async_save copies more slowly. Free host memory, or raise "
-                "the limit of locked memory (ulimit -l).",
+                f"CUDA refused to pin {len(buffer)} bytes of memory (error {code}): "
+                "async_save copies more slowly. Free memory, or raise ulimit -l.",
                 stacklevel=2,
             )
         else:
