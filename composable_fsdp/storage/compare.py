@@ -172,10 +172,7 @@ Options = TypeVar("Options")
 def options_of(given: object, kind: type[Options], what: str) -> Options:
     """Return the options of a call, or the defaults for None. Raises: TypeError."""
     if given is not None and not isinstance(given, kind):
-        raise TypeError(
-            f"{what} expects options={kind.__name__}(..), got {given!r}. Pass its "
-            f"fields by name: options={kind.__name__}(include='head')."
-        )
+        raise TypeError(f"{what} expects options={kind.__name__}(..), got {given!r}.")
     return kind() if given is None else given
 
 

@@ -306,8 +306,7 @@ def _partly(module: nn.Module, name: str, what: str) -> CheckpointError:
     """Return the error for a module that holds only a part of a unit."""
     return CheckpointError(
         f"{what} was called on a {type(module).__name__} that holds only a part of the "
-        f"fully sharded module to which {quoted(name)} belongs. Pass the module that "
-        "fully_shard was applied to, or the whole model."
+        f"fully sharded module of {quoted(name)}. Pass that module, or the whole model."
     )
 
 
@@ -354,8 +353,7 @@ def optimizers_in(optim: object, what: str) -> list[torch.optim.Optimizer]:
         if not hasattr(each, "param_groups") or not hasattr(each, "state"):
             raise TypeError(
                 f"{what} expects an optimizer, or a list of several, got a "
-                f"{type(each).__name__}. Pass the optimizers themselves, or extra=... "
-                "by its name."
+                f"{type(each).__name__}; extra is passed by its name."
             )
     return found
 

@@ -278,10 +278,9 @@ def opened(source: str | PathLike[str] | Source) -> Iterator[Source]:
         shown = {*found.model, *found.aliases, *found.own_states}
         if hidden := sorted(found.local_tensors - shown):
             raise CheckpointError(
-                f"{found.path} has values of "
-                f"{listed(map(quoted, hidden))} per rank (SaveOptions.local). Open it "
-                "by storage.open_source, and pass the source of a rank, "
-                "source.on_rank(0)."
+                f"{found.path} has values of {listed(map(quoted, hidden))} per rank "
+                "(SaveOptions.local). Open it by storage.open_source, call "
+                "source.on_rank(0) for those of a rank, and pass the source."
             )
         yield found
 

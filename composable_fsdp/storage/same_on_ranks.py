@@ -34,14 +34,11 @@ Facts = dict[Group, dict[str, Any]]
 
 
 class _Kind(NamedTuple):
-    """Values that ranks tell, and the words for one that differs.
-
-    ``is_shared``: ranks that do not tell a name differ, too. ``is_shown``: the values
-    are texts for the message.
-    """
+    """Values that ranks tell, and the words for one that differs."""
 
     what: str
     way_out: str
+    # Whether a rank that does not tell a name differs, and whether values are shown.
     is_shared: bool = True
     is_shown: bool = False
 

@@ -111,9 +111,8 @@ class SaveOptions:
             raise TypeError(f"save expects keep=None or a number from 1, got {keep!r}.")
         if self.per_rank is not None and not isinstance(self.per_rank, dict):
             raise TypeError(
-                "save expects per_rank=None or a dict, got a "
-                f"{type(self.per_rank).__name__}. Pass the values of this rank by "
-                'name: SaveOptions(per_rank={"loader": loader}).'
+                "save expects per_rank=None or a dict of this rank's values by name, "
+                f"got a {type(self.per_rank).__name__}."
             )
 
 

@@ -325,7 +325,7 @@ def test_an_object_whose_state_lies_on_all_ranks_is_refused(
     wrong: Any = [1]
     options = SaveOptions(per_rank=wrong)
     found = message_of(lambda: save(tmp_path / "a", model, options=options))
-    assert "a list. Pass the values of this rank by name: SaveOptions(" in found
+    assert "a dict of this rank's values by name, got a list" in found
 
 
 DAMAGED: list[Any] = [
