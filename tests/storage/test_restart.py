@@ -204,9 +204,9 @@ def test_a_save_that_commits_in_between_is_not_written_over(tmp_path: Path) -> N
 @pytest.mark.req("K-03")
 def test_a_save_is_the_newest_also_after_a_clock_that_was_ahead(tmp_path: Path) -> None:
     """The save looks into the last manifest alone."""
-    for step in (1, 2, 3):
-        with mock.patch("time.time_ns", return_value=4 * 10**18 + step):
-            save(tmp_path / f"step-{step}", model(float(step)))
+    for at in (1, 2, 3):
+        with mock.patch("time.time_ns", return_value=4 * 10**18 + at):
+            save(tmp_path / f"step-{at}", model(float(at)))
 
     with mock.patch.object(commit, "open_plain", wraps=commit.open_plain) as opened:
         save(tmp_path / "step-4", model(4.0))
