@@ -215,7 +215,10 @@ def test_a_compressed_archive_is_refused_by_its_record(tmp_path: Path) -> None:
 @pytest.mark.req("X-21", "K-10")
 @pytest.mark.parametrize(
     "data",
-    [b"\x80\x04Nr" + (2**24).to_bytes(4, "little"), b"\x96" + b"\x00\x00\x00\x01" * 2],
+    [
+        b"\x80\x04Nr" + (2**24).to_bytes(4, "little"),
+        b"\x96" + (2**30).to_bytes(8, "little"),
+    ],
     ids=["number", "bytes"],
 )
 def test_metadata_that_claims_a_size_fills_no_memory(dcp: Path, data: bytes) -> None:

@@ -136,6 +136,20 @@ def test_the_values_of_a_rank_come_back_to_it(
     assert verify(tmp_path / "a")
 
 
+@on_ranks(2)
+@pytest.mark.req("K-01")
+def test_options_of_a_unit_are_no_ranks_own(world: World, tmp_path: Path) -> None:
+    """They are the same on all ranks, also where ``local`` has the name."""
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = optim.SGD(model.parameters(), lr=0.1 + world.rank)
+
+    text = message_of(
+        lambda: save(tmp_path / "a", model, optimizer, options=SaveOptions(local="*"))
+    )
+
+    assert "The optimizer's option 'lr' of 'weight' is not the same on all" in text
+
+
 def otherwise(world: World, folder: Path) -> list[str]:
     """What a save says if ranks pass other patterns."""
     pair, texts = trained(world, 0), []
