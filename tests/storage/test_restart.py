@@ -32,6 +32,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage import commit, remove_stale
 from composable_fsdp.storage import save as saving
 from composable_fsdp.storage.commit import newest_in
+from composable_fsdp.storage.directory import open_plain
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.crash import POINTS, killed_at
 from tests.support.on_ranks import on_ranks
@@ -208,7 +209,7 @@ def test_a_save_is_the_newest_also_after_a_clock_that_was_ahead(tmp_path: Path) 
         with mock.patch("time.time_ns", return_value=4 * 10**18 + at):
             save(tmp_path / f"step-{at}", model(float(at)))
 
-    with mock.patch.object(commit, "open_plain", wraps=commit.open_plain) as opened:
+    with mock.patch.object(commit, "open_plain", wraps=open_plain) as opened:
         save(tmp_path / "step-4", model(4.0))
 
     assert opened.call_count == 1
