@@ -1,18 +1,21 @@
 """Reads this rank's part of an optimizer's state, by the names of the parameters.
 
 State tensors that the optimizer has are overwritten in place; others are read into new
-memory. Before a load changes anything, groups and shapes of states are compared.
+memory. Options and states are checked before a load changes anything: optimizers look
+at them only in the next step.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.optim.keys import require_same_options
 from composable_fsdp.optim.original_view import (
@@ -20,12 +23,26 @@ from composable_fsdp.optim.original_view import (
     keep_given,
     over_originals,
 )
-from composable_fsdp.optim.scalars import is_scalar_shape
+from composable_fsdp.optim.scalars import SCALARS, is_scalar_shape
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.storage.compare import NO_OPTIMIZER, LoadReport, Selection, find
 from composable_fsdp.storage.contents import Contents, Held, named, not_in_module
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
 from composable_fsdp.storage.tensors import is_dtensor, is_wrapper, local_state
+
+STATES: dict[str, tuple[str, ...]] = {
+    "ASGD": ("step", "eta", "mu", "ax"),
+    "Adadelta": ("step", "square_avg", "acc_delta"),
+    "Adagrad": ("step", "sum"),
+    "Adam": ("step", "exp_avg", "exp_avg_sq"),
+    "AdamW": ("step", "exp_avg", "exp_avg_sq"),
+    "Adamax": ("step", "exp_avg", "exp_inf"),
+    "NAdam": ("step", "mu_product", "exp_avg", "exp_avg_sq"),
+    "RAdam": ("step", "exp_avg", "exp_avg_sq"),
+    "RMSprop": ("step", "square_avg"),
+    "Rprop": ("step", "prev", "step_size"),
+}
+"""The states that a step of torch's own optimizers reads, if a parameter has any."""
 
 
 class Member(NamedTuple):
@@ -136,6 +153,7 @@ class OptimizerLoad:
 
     def plan(self) -> list[Copy]:
         """Return the reads into present state tensors, or into new memory for state."""
+        self._require_types()
         if isinstance(self._optim, OverOriginals):
             found = {id(member.held.tensor): member for member in self.members()}
             self._optim.require_joinable(
@@ -153,6 +171,28 @@ class OptimizerLoad:
         own = self._optim.param_groups[g]
         # An option that an older version did not save keeps the optimizer's value.
         return {**own, **self._saved[origins.pop()]} if origins else dict(own)
+
+    def _require_types(self) -> None:
+        """Raise CheckpointError for options and states of wrong types."""
+        view, source = self._optim, self._source
+        kind = type(view.optim if isinstance(view, OverOriginals) else view)
+        for g, members in enumerate(self._groups):
+            chosen, own = self._options(g), view.param_groups[g]
+            # What this version of torch does not know is kept, as ``initial_lr``.
+            for name in own.keys() - {"params", "param_names"}:
+                if not _is_alike(own[name], chosen[name]):
+                    raise _refused(
+                        f"option {name!r} of group {g} is {repr(chosen[name])[:80]} in "
+                        f"the checkpoint; this {kind.__name__} expects a value such as "
+                        f"{own[name]!r}"
+                    )
+            for member in filter(None, members):
+                tensors = source.optim.get(member.name, {})
+                values = source.optim_values.get(member.name, {})
+                problem = _problem(kind, tensors, values, chosen)
+                if problem:
+                    of = f"the optimizer state of {quoted(member.name)}"
+                    raise _refused(f"{of} {problem}")
 
     def _tensors(self, member: Member) -> Iterator[tuple[str, TensorInfo, bool]]:
         """Yield the saved state tensors that fit, and whether they are element-wise."""
@@ -244,3 +284,59 @@ class OptimizerLoad:
                 view.keep_given(held.tensor)
             else:
                 keep_given(state, view.state[held.tensor])
+
+
+def _refused(what: str) -> CheckpointError:
+    """Return the error for a value that an optimizer could not use."""
+    return CheckpointError(
+        f"load: {what}. Nothing was loaded. The checkpoint is damaged, or of another "
+        "optimizer; load(path, model) without it reads the model alone."
+    )
+
+
+def _is_alike(own: Any, saved: Any) -> bool:
+    """Return whether a saved option can stand where ``own`` stands."""
+    if own is None or saved is None:
+        return not _is_number(own) and not isinstance(saved, (list, dict))
+    if _is_number(own):
+        return _is_number(saved)
+    # JSON and torch.save may exchange lists and tuples; the length has a meaning.
+    if isinstance(own, (list, tuple)):
+        is_list = isinstance(saved, (list, tuple)) and len(own) == len(saved)
+        return is_list and all(map(_is_alike, own, saved))
+    # In Python, a bool is an int; a subclass of the user stands for its base class.
+    is_bool = isinstance(own, bool) == isinstance(saved, bool)
+    return is_bool and (isinstance(saved, type(own)) or isinstance(own, type(saved)))
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether the value is a real number, also as a tensor of one element."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _problem(
+    kind: type[Any],
+    tensors: Mapping[str, Any],
+    values: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> str:
+    """Return what is wrong with the states of a parameter, or ""."""
+    # A class of the user may have any states, and a parameter without a step has none.
+    is_known = getattr(torch.optim, kind.__name__, None) is kind
+    expected = STATES.get(kind.__name__, ()) if is_known else ()
+    if not tensors and not values:
+        return ""
+    if expected and options.get("amsgrad"):
+        expected = (*expected, "max_exp_avg_sq")
+    missing = [each for each in expected if each not in {**tensors, **values}]
+    if missing:
+        return (
+            f"lacks {listed(map(repr, missing))}, which a step of {kind.__name__} reads"
+        )
+    for state, value in values.items():
+        if state in expected and not (state in SCALARS and _is_number(value)):
+            wanted = "a number" if state in SCALARS else "a tensor"
+            return f"has {state!r} {repr(value)[:80]}; expected {wanted}"
+    return ""

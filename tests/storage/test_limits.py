@@ -1,7 +1,8 @@
-"""Claims on files that ask for more than they are."""
+"""Claims on files that ask for more than they are, and on values of wrong types."""
 
 from __future__ import annotations
 
+import json
 import os
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -15,8 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import load, save, verify
+from composable_fsdp import LoadOptions, load, save, verify
 from composable_fsdp.storage import native
+from composable_fsdp.storage.load_optim import STATES
 from composable_fsdp.storage.opening import open_source
 from tests.support.sharded import message_of
 
@@ -114,6 +116,93 @@ def test_load_compares_the_checksums_of_a_torch_file(tmp_path: Path) -> None:
 
     assert "x.pt is damaged: its record" in text
     assert all(map(torch.equal, before, other.parameters()))
+
+
+def crafted(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a manifest and make its checksum fit again."""
+    file = path / "manifest.json"
+    document = json.loads(file.read_bytes())["manifest"]
+    change(document)
+    body = json.dumps(document, separators=(",", ":")).encode()
+    file.write_bytes(native._framed(body, 0))
+
+
+def option(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda document: document["param_groups"][0].update({name: value})
+
+
+def state(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Of each parameter; ``...`` leaves the state out."""
+
+    def change(document: dict[str, Any]) -> None:
+        for each in document["tensors"]:
+            each["values"].pop(name)
+            if value is not ...:
+                each["values"][name] = value
+
+    return change
+
+
+CRAFTED = {
+    "lr text": (option("lr", "0.1"), "option 'lr' of group 0 is '0.1'"),
+    "lr none": (option("lr", None), "option 'lr' of group 0 is None"),
+    "lr flag": (option("lr", True), "option 'lr' of group 0 is True"),
+    "betas short": (option("betas", {"$tuple": [0.9]}), "option 'betas' of group 0"),
+    "betas text": (option("betas", {"$tuple": ["a", 0.9]}), "option 'betas' of gr"),
+    "flag number": (option("maximize", 1), "option 'maximize' of group 0 is 1"),
+    "foreach list": (option("foreach", [1]), "option 'foreach' of group 0 is [1]"),
+    "step text": (state("step", "7"), "has 'step' '7'; expected a number"),
+    "step list": (state("step", [7]), "has 'step' [7]; expected a number"),
+    "step none": (state("step", None), "has 'step' None; expected a number"),
+    "step left out": (state("step", ...), "lacks 'step', which a step of AdamW reads"),
+    "amsgrad": (option("amsgrad", True), "lacks 'max_exp_avg_sq', which a step of"),
+}
+
+
+@pytest.mark.req("K-10", "X-21")
+@pytest.mark.parametrize("what", CRAFTED)
+def test_optimizer_values_of_wrong_types_are_refused_before_a_change(
+    what: str, tmp_path: Path
+) -> None:
+    """Of a manifest whose checksum fits; the model was half loaded and of no use."""
+    change, expected = CRAFTED[what]
+    model = nn.Linear(3, 2)
+
+    def fresh(times: int) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(model.parameters())
+        for _ in range(times):
+            model(torch.ones(3)).sum().backward()
+            made.step()
+        return made
+
+    save(tmp_path / "run", model, fresh(1))
+    crafted(tmp_path / "run", change)
+    optimizer = fresh(1)
+    before = [each.clone() for each in model.parameters()]
+    options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+
+    text = message_of(
+        lambda: load(tmp_path, model, optimizer, options=LoadOptions(strict=False))
+    )
+
+    assert text.startswith("CheckpointError: load: ")
+    assert expected in text
+    assert "Nothing was loaded" in text
+    assert all(map(torch.equal, before, model.parameters()))
+    assert options.items() <= optimizer.param_groups[0].items()
+    assert load(tmp_path, model) is None
+
+
+@pytest.mark.req("K-10")
+@pytest.mark.parametrize("name", STATES)
+def test_the_states_that_are_demanded_are_those_that_torch_makes(name: str) -> None:
+    """No more, so no good checkpoint is refused, and no fewer."""
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    optimizer = getattr(torch.optim, name)([parameter])
+    optimizer.step()
+
+    assert set(optimizer.state[parameter]) == set(STATES[name])
 
 
 NAMELESS = ("open", "write", "fsync", "close", "preadv", "pread", "mkdir", "rename")

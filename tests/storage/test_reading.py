@@ -175,6 +175,19 @@ def test_a_file_holds_what_was_written(size: int, tmp_path: Path) -> None:
     assert found == data
 
 
+def test_a_write_that_is_cut_short_goes_on_where_it_ended(tmp_path: Path) -> None:
+    """As a signal or a limit may have it."""
+    write = os.write
+
+    def short(file: int, data: memoryview) -> int:
+        return write(file, data[: max(1, len(data) // 3)])
+
+    with mock.patch.object(os, "write", short):
+        data, found = written(tmp_path / "file", BUFFER + 123)
+
+    assert found == data
+
+
 Calls = list[tuple[int, int, int]]
 PART = 1 << 14
 """In place of 4 MiB, which take seconds to make."""
