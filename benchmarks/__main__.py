@@ -42,7 +42,6 @@ SUITE = (
     Cell("overlap", "--rounds 3", ""),
     Cell("cuda", "", ""),
     Cell("checkpoint", "", "--many 500 1000"),
-    Cell("shared_reads", "--rounds 1", ""),
     Cell("async_save", "", "--rounds 15"),
     Cell("save_plan", "--layers 32 --width 4096 --feed 11008 --ranks 128", ""),
     Cell("memory", "", "--worlds 8 64 1024"),

@@ -16,7 +16,7 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.directory import named_errors, open_plain
 from composable_fsdp.storage.manifest import BLOCK, Manifest
-from composable_fsdp.storage.storages import is_url, join, split, storage_of
+from composable_fsdp.storage.storages import is_url, join, storage_of
 from composable_fsdp.storage.validate import told_of
 from composable_fsdp.storage.writer import bytes_of, cpus_per_rank
 
@@ -62,14 +62,11 @@ class BlockFile:
         # The words for bytes of the payload, and for the slice of a ``ReadRequest``.
         self._blame, self._told = partial(told_of, manifest, number), told
         self._sizes = sizes or {}
-        self._bytes: LocalBytes | RemoteBytes | None = None
+        self._handle = -1
+        self.is_open = False
+        """Whether the file exists and has the expected size and the expected header."""
         self._spare: list[Any] = []
         self._good: set[int] = set()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the file exists and has the expected size and the expected header."""
-        return self._bytes is not None
 
     def check(self, wants: Sequence[ReadRequest]) -> None:
         """Verify the blocks that ``wants`` touch, and fill their ``into``."""
@@ -160,9 +157,11 @@ class BlockFile:
 
     def close(self) -> None:
         """Close the file, if open."""
-        if self._bytes is not None:
-            self._bytes.close()
-            self._bytes = None
+        # Nothing was written, so a failure of the system loses nothing.
+        with suppress(OSError):
+            if self._handle >= 0:
+                os.close(self._handle)
+        self._handle, self.is_open = -1, False
 
     def _verify(self, block: int, loaded: _Block, want: ReadRequest) -> None:
         """Compare the sum of a block with the checksum of the manifest."""
@@ -187,8 +186,7 @@ class BlockFile:
         while done < len(data):
             at = self.file.header_nbytes + begin + done
             try:
-                assert self._bytes is not None
-                count = self._bytes.read(data[done:], at)
+                count = self._fetch(data[done:], at)
             except OSError as error:
                 raise self._damaged(
                     f" cannot be read at byte {at} ({error.strerror}), which holds "
@@ -199,34 +197,48 @@ class BlockFile:
                 raise self._damaged(told)
             done += count
 
+    def _fetch(self, part: memoryview, at: int) -> int:
+        """Fill ``part`` from byte ``at`` of the file, by a call; return how many."""
+        if not is_url(self.path):
+            return os.preadv(self._handle, [part], at)
+        storage, name = storage_of(self.path)
+        data = storage.read(name, at, at + len(part))
+        part[: len(data)] = data
+        return len(data)
+
+    def _size(self) -> int:
+        """Open a local file, or look an object up; return the number of bytes."""
+        if not is_url(self.path):
+            self._handle = open_plain(self.path)
+            return os.fstat(self._handle).st_size
+        if self.file.name not in self._sizes:
+            raise self._damaged(" cannot be opened (there is no such object).")
+        return self._sizes[self.file.name]
+
     def open(self) -> None:
         """Open the file and verify size and header, if not open yet."""
-        if self._bytes is not None:
+        if self.is_open:
             return
-        path, file = self.path, self.file
-        opened = RemoteBytes(path, self._sizes) if is_url(path) else LocalBytes(path)
+        file, done = self.file, 0
         try:
-            with named_errors(path):
+            with named_errors(self.path):
                 header = memoryview(bytearray(file.header_nbytes))
-                done = 0
-                if opened.nbytes != file.nbytes:
-                    left = max(opened.nbytes - file.header_nbytes, 0)
+                if (nbytes := self._size()) != file.nbytes:
+                    left = max(nbytes - file.header_nbytes, 0)
                     raise self._damaged(
-                        f" has {opened.nbytes} bytes, and the manifest says "
-                        f"{file.nbytes}; {self._blame(left, file.payload_nbytes)} are "
-                        "damaged."
+                        f" has {nbytes} bytes, and the manifest says {file.nbytes}; "
+                        f"{self._blame(left, file.payload_nbytes)} are damaged."
                     )
-                while done < len(header) and (n := opened.read(header[done:], done)):
+                while done < len(header) and (n := self._fetch(header[done:], done)):
                     done += n
                 if zlib.crc32(header) != file.header_crc32:
                     raise self._damaged(
                         ": the header has another checksum than the manifest says."
                     )
         except BaseException:
-            # ``close`` would not find the file: ``self._bytes`` is set below.
-            opened.close()
+            self.close()
             raise
-        self._bytes = opened
+        self.is_open = True
 
 
 def _runs(numbers: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
@@ -262,44 +274,3 @@ def _ahead(
         yield results()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-class LocalBytes:
-    """A regular file; methods may be called from several threads."""
-
-    def __init__(self, path: str) -> None:
-        self._handle = open_plain(path)
-        self.nbytes = os.fstat(self._handle).st_size
-
-    def read(self, part: memoryview, at: int) -> int:
-        """Fill ``part`` from byte ``at``; return how many bytes. Raises: OSError."""
-        return os.preadv(self._handle, [part], at)
-
-    def close(self) -> None:
-        """Close the file."""
-        # Nothing was written, so a failure of the system loses nothing.
-        with suppress(OSError):
-            os.close(self._handle)
-
-
-class RemoteBytes:
-    """An object in a storage, as ``LocalBytes``."""
-
-    def __init__(self, url: str, sizes: Mapping[str, int]) -> None:
-        self._storage, self._name = storage_of(url)
-        name = split(self._name)[1]
-        if name not in sizes:
-            raise CheckpointError(
-                f"{url} cannot be opened (there is no such object); expected a file of "
-                "a checkpoint. Use another checkpoint."
-            )
-        self.nbytes = sizes[name]
-
-    def read(self, part: memoryview, at: int) -> int:
-        """Fill ``part`` by one request; see ``LocalBytes``."""
-        data = self._storage.read(self._name, at, at + len(part))
-        part[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        """Do nothing: a storage has no open files."""

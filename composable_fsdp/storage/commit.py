@@ -76,6 +76,13 @@ class Folder:
         return self.files[MANIFEST].time
 
     @property
+    def written(self) -> int:
+        """When the file system says that the manifest was written, in ns; or 0."""
+        with suppress(OSError):
+            return os.lstat(os.path.join(self.path, MANIFEST)).st_mtime_ns
+        return 0
+
+    @property
     def age(self) -> tuple[int, int]:
         """A value that is larger for a checkpoint that was committed later."""
         number = number_of(split(self.path)[1]) or -1
@@ -89,9 +96,7 @@ class Folder:
                 if found := _HEAD.match(file.read(100)):
                     return int(found[1]), number
         # Damaged: a load of the directory must say so, and take no older one.
-        with suppress(OSError):
-            return os.lstat(os.path.join(self.path, MANIFEST)).st_mtime_ns, number
-        return 0, number
+        return self.written, number
 
 
 def _entry(entry: os.DirEntry[str]) -> StoredObject:
@@ -137,6 +142,13 @@ def newest_in(path: str) -> Folder | None:
     # A folder without a manifest may be an upload that is still running.
     marked = [each for each in folders_in(path) if each.is_committed]
     return max(marked, key=lambda each: each.age, default=None)
+
+
+def last_time(path: str) -> int:
+    """Return the time in the manifest in ``path`` that was written last, or 0."""
+    # A save opens a single one, however many checkpoints there are.
+    last = max(folders_in(path), key=lambda each: each.written, default=None)
+    return last.age[0] if last is not None and last.written else 0
 
 
 def is_part(file: str) -> bool:

@@ -172,10 +172,7 @@ Options = TypeVar("Options")
 def options_of(given: object, kind: type[Options], what: str) -> Options:
     """Return the options of a call, or the defaults for None. Raises: TypeError."""
     if given is not None and not isinstance(given, kind):
-        raise TypeError(
-            f"{what} expects options={kind.__name__}(..), got {given!r}. Pass its "
-            f"fields by name: options={kind.__name__}(include='head')."
-        )
+        raise TypeError(f"{what} expects options={kind.__name__}(..), got {given!r}.")
     return kind() if given is None else given
 
 
@@ -338,37 +335,16 @@ class LoadReport:
                 lines.append(f"{words}: {listed(told)}.")
         return lines
 
-    def _ways_out(self) -> list[str]:
-        """Return a sentence per kind of difference that ends it."""
-        names = bool(self.missing or self.unexpected)
-        alone = NO_OPTIMIZER in self.optimizer
-        ways = {
-            "Build the model with the arguments (layers, widths, ties) of the one that "
-            "was saved.": self.misshaped or self.untied or names,
-            "LoadOptions(cast=True) converts dtypes.": self.dtypes,
-            "load(path, model) without the optimizer reads the model.": alone,
-            "Make the optimizer as the saved one was made (its class, its parameters); "
-            "load(path, model) without it reads the model alone.": self.optimizer
-            and not (alone or names),
-            "LoadOptions(include=.., exclude=.. or rename=..) loads a part, or other "
-            "names.": names,
-            "Pass to load the objects that were saved, at the same keys.": self.values,
-            # Without one of the two a lenient load would load nothing.
-            "LoadOptions(strict=False) loads what fits.": names
-            or self.values
-            or self.local
-            or self.optimizer != [NO_OPTIMIZER],
-        }
-        return [way for way, is_due in ways.items() if is_due]
-
     def require_empty(self, source: Source) -> None:
         """Raise CheckpointError with a list of the differences, if there are any."""
         if self.is_empty():
             return
         raise CheckpointError(
-            f"load: the checkpoint {source.path} does not fit; nothing "
-            "was loaded. "
-            f"{' '.join(self._lines())} {' '.join(self._ways_out())}"
+            f"load: the checkpoint {source.path} does not fit; nothing was loaded. "
+            f"{' '.join(self._lines())} Build the model, the optimizer and the objects "
+            "of extra as the saved ones were. Or pass LoadOptions: include, exclude "
+            "and rename choose names, cast=True converts dtypes, strict=False loads "
+            "what fits; load(path, model) reads the model without an optimizer."
         )
 
     def warn(self) -> None:
@@ -418,8 +394,7 @@ def compare_model(
             report.dtypes.append(_unlike(held.names[0], held.dtype, info.dtype))
         elif held.span.numel:
             _require_writable(held.local, name)
-            to = held.span, held.local, False, held.holders
-            copies.append(Copy(name, None, *to))
+            copies.append(Copy(name, None, held.span, held.local))
             report.untied += _untied(source, held.names, copies[-1])
     for each in contents.wrappers:
         saved = source.wrappers.get(each.name, each.facts)

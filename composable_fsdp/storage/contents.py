@@ -35,7 +35,6 @@ from composable_fsdp.storage.tensors import (
     loose_span,
     mesh_groups_in,
     opened,
-    ranks_of,
     require_readable,
     span_of,
 )
@@ -92,10 +91,6 @@ class Held:
             "fully_shard."
         )
 
-    def holders(self) -> tuple[int, ...] | None:
-        """Return the ranks with the same elements: () for this one, None for all."""
-        return () if self.is_cut else None
-
 
 @dataclass(frozen=True, slots=True)
 class HeldParam(Held):
@@ -106,11 +101,6 @@ class HeldParam(Held):
     @property
     def is_cut(self) -> bool:
         return True
-
-    def holders(self) -> tuple[int, ...]:
-        """Return the ranks with the same elements: its replicas, or () without."""
-        group = self.ref.handle.groups.replicate
-        return () if group is None else ranks_of(group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +216,7 @@ def _refuse_meta(
     if meta:
         raise CheckpointError(
             f"{what} expects values, and {listed(map(quoted, meta))} are on meta. Call "
-            "model.to_empty(device=...) first, and set the buffers that are not "
-            "persistent; load fills the rest."
+            "model.to_empty(device=...) first, and set what load does not fill."
         )
 
 
@@ -241,10 +230,8 @@ def _refuse_foreign(path: str, module: nn.Module, what: str) -> None:
     if found is not None:
         raise CheckpointError(
             f"{quoted(path)} was sharded by {found}, so each rank holds a part that "
-            f"{what} cannot place. Call torch.distributed.checkpoint (or that "
-            "library's own functions) for that model: load reads the checkpoints of "
-            "torch.distributed.checkpoint into a model that fully_shard was applied "
-            "to."
+            f"{what} cannot place. Call torch.distributed.checkpoint or that library's "
+            "own functions; load reads what torch.distributed.checkpoint wrote."
         )
 
 
@@ -319,8 +306,7 @@ def _partly(module: nn.Module, name: str, what: str) -> CheckpointError:
     """Return the error for a module that holds only a part of a unit."""
     return CheckpointError(
         f"{what} was called on a {type(module).__name__} that holds only a part of the "
-        f"fully sharded module to which {quoted(name)} belongs. Pass the module that "
-        "fully_shard was applied to, or the whole model."
+        f"fully sharded module of {quoted(name)}. Pass that module, or the whole model."
     )
 
 
@@ -344,18 +330,18 @@ def _original_dtypes(
 def not_in_module(parameter: Tensor, g: int, i: int, what: str) -> CheckpointError:
     """Return the error for an optimizer's parameter that the module does not have."""
     shape = tuple(parameter.shape)
-    told = f"is not a parameter of the module that is {what}. Pass the model that"
-    way_out = (
-        "the optimizer trains. If it was on meta: to_empty parts tied parameters until "
-        "the first load or forward, so make the optimizer after that, or tie them "
-        "before it."
+    told = (
+        f"is not a parameter of the module that is {what}. Pass the model that the "
+        "optimizer trains, and tie parameters again after to_empty, before the "
+        "optimizer is made."
     )
     if is_wrapper(parameter):
-        told = f"is a {kind_of(parameter)}, which wraps other tensors; its optimizer"
-        way_out = f"state cannot be {what}. Train a plain parameter, or none."
+        told = (
+            f"is a {kind_of(parameter)}, which wraps other tensors; its optimizer "
+            f"state cannot be {what}. Train a plain parameter, or none."
+        )
     return CheckpointError(
-        f"Parameter {i} of the optimizer's group {g}, of shape {shape}, {told} "
-        f"{way_out}"
+        f"Parameter {i} of the optimizer's group {g}, of shape {shape}, {told}"
     )
 
 
@@ -367,8 +353,7 @@ def optimizers_in(optim: object, what: str) -> list[torch.optim.Optimizer]:
         if not hasattr(each, "param_groups") or not hasattr(each, "state"):
             raise TypeError(
                 f"{what} expects an optimizer, or a list of several, got a "
-                f"{type(each).__name__}. Pass the optimizers themselves, or extra=... "
-                "by its name."
+                f"{type(each).__name__}; extra is passed by its name."
             )
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from os import PathLike
@@ -21,7 +21,7 @@ from composable_fsdp.storage.compare import Progress, View
 from composable_fsdp.storage.directory import MANIFEST, appear, path_text, write_synced
 from composable_fsdp.storage.formats.dcp_read import METADATA, NOTES
 from composable_fsdp.storage.formats.files import SafetensorsWriter
-from composable_fsdp.storage.formats.nested import nested_tree
+from composable_fsdp.storage.formats.nested import nested_tree, read_all
 from composable_fsdp.storage.manifest import Span, require_storable
 from composable_fsdp.storage.merge import Draft, TensorPart, merge
 from composable_fsdp.storage.native import manifest_bytes
@@ -100,17 +100,6 @@ def _drafted(source: Source) -> Draft:
         }
     part.extra = encode(source.extra, "extra", draft.put)
     return draft
-
-
-def whole(value: Any, read: dict[Hashable, Tensor]) -> Any:
-    """Return ``value`` with tensors read; tied names share one, which is saved once."""
-    if isinstance(value, LazyTensor):
-        if value.storage not in read:
-            read[value.storage] = value.whole()
-        return read[value.storage]
-    if isinstance(value, dict):
-        return {key: whole(each, read) for key, each in value.items()}
-    return [whole(each, read) for each in value] if isinstance(value, list) else value
 
 
 DCP_DATA = "__0_0.distcp"
@@ -243,7 +232,6 @@ def convert(
     with opened(source) as found:
         # Rank 0 of 1 rank: a source has random states of all ranks or of no rank.
         left_out = [] if found.rng(0, 1) is None else ["random states"]
-        left_out += ["scalars of other ranks (local)"] if found.local_states else []
         left_out += ["values of single ranks (per_rank)"] if found.saved_ranks else []
         # safetensors holds weights only, and other parts may be unreadable.
         parts = not (weights_only or to == SAFETENSORS)
@@ -277,7 +265,7 @@ _WRITERS: Mapping[str, Callable[[Path, Source], None]] = {
     NATIVE: write_native,
     DCP: write_dcp,
     # ``torch.save`` takes all tensors in host memory.
-    TORCH: lambda out, source: torch.save(whole(nested_tree(source), {}), out),
+    TORCH: lambda out, source: torch.save(read_all(nested_tree(source), {}), out),
 }
 
 
@@ -290,10 +278,9 @@ def opened(source: str | PathLike[str] | Source) -> Iterator[Source]:
         shown = {*found.model, *found.aliases, *found.own_states}
         if hidden := sorted(found.local_tensors - shown):
             raise CheckpointError(
-                f"{found.path} has values of "
-                f"{listed(map(quoted, hidden))} per rank (SaveOptions.local). Open it "
-                "by storage.open_source, and pass the source of a rank, "
-                "source.on_rank(0)."
+                f"{found.path} has values of {listed(map(quoted, hidden))} per rank "
+                "(SaveOptions.local). Open it by storage.open_source, call "
+                "source.on_rank(0) for those of a rank, and pass the source."
             )
         yield found
 
@@ -332,15 +319,10 @@ def check_readable(
     """Read every element of model, optimizer and extra state; return the bytes read."""
     total, parts = 0, not weights_only
     watched = View(source, optimizer=parts, values=parts, progress=progress)
-    reads = [
-        (i, partial(watched.read_model, name)) for name, i in watched.model.items()
-    ]
-    reads += [
-        (info, partial(watched.read_optim, name, key))
-        for name, states in watched.optim.items()
-        for key, info in states.items()
-    ]
-    for info, read in reads:
+    reads = [(partial(watched.read_model, n), i) for n, i in watched.model.items()]
+    for name, states in watched.optim.items():
+        reads += [(partial(watched.read_optim, name, k), i) for k, i in states.items()]
+    for read, info in reads:
         for start, stop in info.slices():
             got = read(start, stop)
             # A reader may only map the file, so a disk error shows when bytes are read.

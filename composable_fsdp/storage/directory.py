@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import re
 import secrets
 import shutil
 import stat
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import IO, cast
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
@@ -83,25 +80,6 @@ def path_text(path: object, what: str) -> str:
     return text
 
 
-def bounded(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Open a file for zipfile, which reads as many bytes as an archive claims."""
-    return cast("IO[bytes]", _BoundedFile(path))
-
-
-class _BoundedFile(io.FileIO):
-    """A file that refuses to read more than ``MAX_DOCUMENT`` bytes at a time."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Read at most ``size`` bytes. Raises: BadZipFile, above ``MAX_DOCUMENT``."""
-        # zipfile passes the size of the central directory that the end of the archive
-        # claims, and FileIO allocates that size before reading.
-        left = os.fstat(self.fileno()).st_size - self.tell()
-        wanted = left if size is None or size < 0 else min(size, left)
-        if wanted > MAX_DOCUMENT:
-            raise zipfile.BadZipFile(f"its directory has {wanted} bytes")
-        return super().read(max(wanted, 0)) or b""
-
-
 def make_parents(path: str) -> None:
     """Make a directory and missing parents; on return, the names are on disk."""
     missing = []
@@ -131,11 +109,14 @@ def no_checkpoint_text(path: str) -> str:
     return f"{path} does not exist; {parent} holds {listed(beside) or 'nothing'}."
 
 
+def open_new(path: str) -> int:
+    """Open a new file for writing; never overwrite a file, and never follow a link."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+
 def write_synced(path: str, data: bytes) -> None:
     """Write a new file; on return, the file is on the disk."""
-    # Never overwrite a file and never follow a link.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with named_errors(path), open(os.open(path, flags, 0o666), "wb") as out:
+    with named_errors(path), open(open_new(path), "wb") as out:
         out.write(data)
         out.flush()
         os.fsync(out.fileno())

@@ -21,11 +21,7 @@ from composable_fsdp.storage.opening import SAFETENSORS
 from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.storages import require_local
 from composable_fsdp.storage.team import FirstError, team_of
-from composable_fsdp.storage.tensors import (
-    is_first_copy,
-    mesh_groups_in,
-    whole_value,
-)
+from composable_fsdp.storage.tensors import is_first_copy, mesh_groups_in, whole_value
 
 
 def cast_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

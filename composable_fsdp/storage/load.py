@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -41,12 +40,10 @@ from composable_fsdp.storage.load_optim import optimizer_loads
 from composable_fsdp.storage.opening import find_checkpoint, open_source
 from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.stateful import Redeal, fill, own_values, set_rng_state
-from composable_fsdp.storage.storages import is_url, join, split, whole_path
+from composable_fsdp.storage.storages import join, split, whole_path
 from composable_fsdp.storage.team import (
     FirstError,
-    SharedReads,
     Team,
-    Told,
     raise_unseen,
     team_of,
     wait_for_pending,
@@ -97,10 +94,6 @@ class LoadOptions:
     """Patterns of the names in the checkpoint that were saved per rank
     (``SaveOptions.local``) and may come back at another world size: rank r gets what
     rank r saved, and ranks beyond those keep their own. None: it is a difference."""
-    share: bool | None = None
-    """Whether ranks that hold the same elements (replicas; all ranks, of tensors in no
-    unit) read an even part each and send it to the others; the same on every rank.
-    None: if ``path`` is a URL."""
 
 
 @takes_optimizer
@@ -137,9 +130,8 @@ def load(
 
     Returns: the saved ``extra``, or None. The objects that were passed stand in place
     of their states.
-    Collective: three all-gathers of objects on the private gloo group of ``save`` (with
-    ``share`` two more, and broadcasts of values); all ranks of the module's mesh must
-    call.
+    Collective: three all-gathers of objects on the private gloo group of ``save``; all
+    ranks of the module's mesh must call.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
 
     >>> save("runs/step-200", model, optimizer, {"epoch": 2})
@@ -183,10 +175,8 @@ def _look_up(
 
     Collective: one all-gather of objects over the team's group.
     """
-    place, name, share, team = "", "", job.options.share, job.team
+    place, name, team = "", "", job.team
     with job.own:
-        if not isinstance(share, bool | None):
-            raise TypeError(f"load expects share=None, True or False, got {share!r}.")
         if not isinstance(path, Source):
             place = whole_path(path_text(path, "load"))
             # Ranks that looked for themselves would differ beside a job that saves.
@@ -194,21 +184,9 @@ def _look_up(
                 # A name, and not the path: each rank may have a disk of its own.
                 name = split(found)[1]
     # Also ranks with an open source take part: the call may differ between ranks.
-    told = before, name, share, is_url(place), job.names
-    answers = team.agree(job.own.error, told)
+    answers = team.agree(job.own.error, (before, name, job.names))
     raise_unseen(team, [each[0] for each in answers])
-    for rank, each in zip(team.ranks, answers, strict=True):
-        # A rank that reads for itself would not answer those that wait for its part.
-        if each[2] != answers[0][2]:
-            raise CheckpointError(
-                f"load got share={answers[0][2]} on rank {team.ranks[0]}, and share="
-                f"{each[2]} on rank {rank}; expected the same on every rank. Nothing "
-                "was loaded."
-            )
-    # A request to a store costs more than a message; all ranks share a page cache.
-    shares = all(each[3] for each in answers) if share is None else share
-    job.shares = shares and team.world_size > 1
-    job.others = frozenset[str]().union(*(each[4] for each in answers)) - job.names
+    job.others = frozenset[str]().union(*(each[2] for each in answers)) - job.names
     if isinstance(path, Source):
         return path
     name = answers[0][1]
@@ -219,23 +197,16 @@ def _look_up(
 def _run(job: _Load, given: str | Source) -> Any:
     """Load the checkpoint; return ``extra``.
 
-    Collective: two all-gathers of objects over the team's group; four if reads are
-    shared, with broadcasts of values.
+    Collective: two all-gathers of objects over the team's group.
     """
     source: Source | None = None
-    team, own, everyone = job.team, job.own, list[Any]()
+    team, own = job.team, job.own
     try:
         with own:
             require_module(job.module, "load")
             source = given if isinstance(given, Source) else open_source(given)
             job.plan(source)
-        # Every rank takes part, also a rank with an error, so that no other rank waits.
-        if job.shares:
-            told = {} if job.shared is None else job.shared.told
-            everyone = [each.value for each in team.outcomes(None, told)]
-        if own.error is None:
-            with own:
-                job.verify(everyone)
+            job.verify()
         opened = ("", "") if source is None else (source.fingerprint, source.path)
         answers = team.agree(own.error, opened)
         for rank, (fingerprint, path) in zip(team.ranks, answers, strict=True):
@@ -264,14 +235,11 @@ class _Load:
     extra: Any
     options: LoadOptions = field(default_factory=LoadOptions)
     own: FirstError = field(default_factory=FirstError)
-    shares: bool = False
-    """Whether ranks share reads."""
     names: frozenset[str] = frozenset()
     """The names of this rank, if it holds other experts than other ranks."""
     others: frozenset[str] = frozenset()
     """The names of experts that other ranks hold."""
     report: LoadReport = field(default_factory=LoadReport)
-    shared: SharedReads | None = None
 
     def plan(self, source: Source) -> None:
         """Compare the checkpoint with all that is to be filled on this rank."""
@@ -298,9 +266,6 @@ class _Load:
         self._copies = [*copies, *chain.from_iterable(reads)]
         if team.rank == 0:
             source.require_checksums()
-        if self.shares:
-            is_local = source.local_ranks > 0
-            self.shared = SharedReads(team, self._copies, is_local=is_local)
 
     def _selection(self, source: Source) -> Selection:
         """Return the selection without tensors that this rank has no values for."""
@@ -310,7 +275,7 @@ class _Load:
         # ``on_rank`` has shown this rank's own values, and nothing is left to decide.
         if saved in (0, ranks):
             return selection
-        names = [*source.local_tensors, *source.local_states]
+        names = source.local_tensors
         everything = [*source.model, *source.aliases, *names]
         new = renaming(given.rename or {}, everything)
         asked = [old for old in names if (n := new(old)) and selection.takes_names([n])]
@@ -324,15 +289,10 @@ class _Load:
             )
         # A refused name, or a name without values here, is not missing as well.
         left = {old for old in asked if self.team.rank >= saved or not told(old)}
-        return selection.without({str(new(n)) for n in left & source.local_tensors})
+        return selection.without({str(new(old)) for old in left})
 
-    def verify(self, everyone: Sequence[Told]) -> None:
-        """Verify the bytes that this rank reads, and fill memory that is new.
-
-        Collective: the creation of gloo groups for shared reads, at the first call.
-        """
-        if self.shared is not None:
-            self._copies = self.shared.divide(everyone)
+    def verify(self) -> None:
+        """Verify the bytes that this rank reads, and fill memory that is new."""
         team, where = self.team, self._source.path
         # Damage must be found now: later, a failure leaves the model partly loaded.
         with within_limits(where):
@@ -346,20 +306,20 @@ class _Load:
     def change(self) -> Any:
         """Copy all values on all ranks, or raise on all ranks; return ``extra``.
 
-        Collective: one all-gather of objects over the team's group; if reads are
-        shared, another one, and broadcasts of values.
+        Collective: one all-gather of objects over the team's group.
         """
-
-        def read() -> None:
-            self._source.finish(self._copies)
-
+        error: Exception | None = None
         # Few things can still fail: the disk, or an object's own method.
-        if self.shared is None:
-            self.team.agree(_failure_of(read, self._give))
-        else:
-            # No rank waits for a part that another rank could not read again.
-            self.team.agree(_failure_of(read))
-            self.team.agree(_failure_of(self.shared.send, self._give))
+        try:
+            self._source.finish(self._copies)
+            self._give()
+        except Exception as raised:
+            error = CheckpointError(
+                f"load failed when a part was loaded already ({type(raised).__name__}: "
+                f"{raised}). The model is of no use now; load a checkpoint into it."
+            )
+            error.__cause__ = raised
+        self.team.agree(error)
         # After the agreement: a load that raises leaves the caller's dict alone.
         if self.options.per_rank is not None:
             self.options.per_rank.update(self._own.value or {})
@@ -379,18 +339,3 @@ class _Load:
         self._own.give()
         if self._rng is not None:
             set_rng_state(self._rng, self._source.path)
-
-
-def _failure_of(*steps: Callable[[], None]) -> Exception | None:
-    """Return the error of the first step that fails, for the user, or None."""
-    try:
-        for step in steps:
-            step()
-    except Exception as raised:
-        error = CheckpointError(
-            f"load failed when a part was loaded already ({type(raised).__name__}: "
-            f"{raised}). The model is of no use now; load a checkpoint into it."
-        )
-        error.__cause__ = raised
-        return error
-    return None

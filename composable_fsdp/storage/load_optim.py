@@ -232,8 +232,7 @@ class OptimizerLoad:
                 into, is_new = self._new_state(parameter, key, info.dtype), True
             state[key] = into
             own = local_state(into, parameter, f"{name} (state {key!r})")
-            to = held.span, own, is_new, held.holders
-            copies.append(Copy(name, key, *to))
+            copies.append(Copy(name, key, held.span, own, is_new))
         # Copies: an open source may give the values to another optimizer as well.
         for key, value in source.optim_values.get(name, {}).items():
             is_tensor = isinstance(value, Tensor)

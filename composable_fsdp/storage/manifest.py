@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from itertools import pairwise, product
 from math import prod
@@ -369,6 +369,7 @@ Names = Annotated[
     tuple[str, ...],
     Rule("one or more different names", lambda n: 0 < len(n) == len(set(n))),
 ]
+Empty = Annotated[dict[str, Json], Rule("an empty object", lambda v: not v)]
 
 
 class EntryPlace(NamedTuple):
@@ -446,8 +447,9 @@ class Local:
 
     tensors: tuple[SavedTensor, ...]
     own_states: dict[str, Json]
-    values: dict[str, dict[str, Json]]
     param_groups: list[Json] | None
+    # Scalar state of parameters of units, in the first checkpoints of this version.
+    values: Empty = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
@@ -30,7 +29,7 @@ from composable_fsdp.storage.manifest import (
     require_storable,
 )
 from composable_fsdp.storage.values import encode
-from composable_fsdp.storage.writer import Piece, of_tensor
+from composable_fsdp.storage.writer import Piece
 
 
 @dataclass(slots=True)
@@ -81,16 +80,8 @@ class FilePart:
     experts: dict[int, list[str]] = field(default_factory=dict)
     """Names of experts of this rank by the number of their group."""
     own_states: dict[str, Json] = field(default_factory=dict)
-    values: dict[str, dict[str, Json]] = field(default_factory=dict)
-    """Scalar state of parameters of units, in ``local`` alone."""
     rng: Json = None
     per_rank: Json = None
-
-
-_LOST = (
-    "The process group was destroyed (torch.distributed.destroy_process_group) before "
-    "this save, so this rank cannot reach the others: call save before it."
-)
 
 
 class Draft:
@@ -105,8 +96,9 @@ class Draft:
         require_storable(tensor.dtype, where)
         loose = self.part.loose
         key = f"loose.{len(loose)}"
-        loose[key] = tensor.dtype, tuple(tensor.shape)
-        self.pieces.append(of_tensor(key, tensor))
+        shape = tuple(tensor.shape)
+        loose[key] = tensor.dtype, shape
+        self.pieces.append(Piece(tensor.dtype, shape, key, lambda: [tensor.detach()]))
         return len(loose) - 1
 
     def value(self, key: str, value: Any, name: str) -> Json:
@@ -174,12 +166,12 @@ class _Merger:
 
     def local(self) -> tuple[Local, ...]:
         """Return the own values of each rank; empty if no rank has any."""
-        found, empty = [], Local((), {}, {}, None)
+        found, empty = [], Local((), {}, None)
         for rank, (part, _, _) in enumerate(self._told):
             own = part.local or FilePart()
             tensors = tuple(self._tensor([(rank, each)]) for each in own.tensors)
             groups = own.param_groups and list(own.param_groups.values())
-            values = own.own_states, own.values, groups
+            values = own.own_states, groups
             found.append(Local(tensors, *(self.shifted(v, rank) for v in values)))
         return tuple(found) if any(each != empty for each in found) else ()
 
@@ -241,20 +233,19 @@ def _shifted(value: Json, shift: int) -> Json:
 
 def _require_alike(written: Written) -> None:
     """Raise CheckpointError if ranks have stored a tensor in different ways."""
-    rank, first = written[0]
-
-    def facts(part: TensorPart) -> tuple[Any, ...]:
-        return part.shape, part.dtype, part.span.rectangle is None
-
-    for other, part in written[1:]:
-        # Meshes of different placements: no rank knows the values of all elements.
-        if facts(part) != facts(first):
-            raise CheckpointError(
-                f"{quoted(first.names[0])} is cut differently on ranks {rank} and "
-                f"{other} of the save; expected the same shape, dtype and placements "
-                "on all ranks. Nothing was committed. Call parallelize_module alike "
-                "on all ranks."
-            )
+    kinds = {
+        (part.shape, part.dtype, part.span.rectangle is None): rank
+        for rank, part in reversed(written)
+    }
+    # Meshes of different placements: no rank knows the values of all elements.
+    if len(kinds) > 1:
+        ranks = sorted(kinds.values())
+        raise CheckpointError(
+            f"{quoted(written[0][1].names[0])} is cut differently on ranks {ranks[0]} "
+            f"and {ranks[1]} of the save; expected the same shape, dtype and "
+            "placements on all ranks. Nothing was committed. Call parallelize_module "
+            "alike on all ranks."
+        )
 
 
 def _require_cover(parts: Written, numel: int, what: str) -> None:
@@ -272,14 +263,10 @@ def _require_cover(parts: Written, numel: int, what: str) -> None:
             break
         end, before = part.span.stop, rank
     if end != numel or not parts:
-        alone = dist.is_available() and not dist.is_initialized()
-        way_out = (
-            "Call save on every rank that the model is sharded and cut over, with the "
-            "same include, exclude and trainable_only."
-        )
         raise CheckpointError(
-            f"Elements from {end} on of {what} were written by no rank. "
-            f"{_LOST if alone else way_out}"
+            f"Elements from {end} on of {what} were written by no rank. Call save on "
+            "every rank that the model is sharded and cut over, with the same include, "
+            "exclude and trainable_only, and before destroy_process_group."
         )
 
 
@@ -299,8 +286,7 @@ def _require_same_state(parts: Written) -> None:
                 f"of the save and {theirs} on rank {other_rank}, which hold parts of "
                 "the parameter; a checkpoint has such state once. Nothing was "
                 "committed. Step the same optimizer on every rank, and make its "
-                "scalars equal (all-reduce them in the step), or pass "
-                f"local=[{name!r}] in SaveOptions, which saves each rank's own scalars."
+                "scalars equal (all-reduce them in the step)."
             )
 
 

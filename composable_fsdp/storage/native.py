@@ -9,7 +9,6 @@ import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cache
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ from composable_fsdp.storage.blocks import BlockFile, ReadRequest
 from composable_fsdp.storage.commit import Folder, read_marker
 from composable_fsdp.storage.directory import MANIFEST, within_limits
 from composable_fsdp.storage.manifest import (
-    Json,
     Local,
     Manifest,
     Places,
@@ -36,11 +34,7 @@ from composable_fsdp.storage.source import Copy, Source, TensorInfo
 from composable_fsdp.storage.storages import is_url, join, whole_path
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import decode
-from composable_fsdp.storage.writer import (
-    aligned,
-    host_buffer,
-    is_plain,
-)
+from composable_fsdp.storage.writer import aligned, host_buffer, is_plain
 
 # Fixed bytes around the manifest, whose crc32 is verified before JSON is parsed.
 _HEAD = b'{"crc32": "%08x", "time": "%019d", "manifest":\n'
@@ -166,7 +160,7 @@ class NativeSource(Source):
         self._part_runs: dict[str, PartRuns] = {}
         self._staged: list[Tensor] | None = None
         self.local_ranks, self.saved_ranks = len(manifest.local), len(manifest.per_rank)
-        self.local_tensors, self.local_states = _local_names(manifest.local)
+        self.local_tensors = _local_names(manifest.local)
         self.wrappers = manifest.wrappers
         own = _local_of(manifest.local, None)
         self._index(own)
@@ -188,8 +182,6 @@ class NativeSource(Source):
 
     def _index(self, own: Local) -> None:
         """Build ``model``, ``aliases`` and ``optim``."""
-        # Shared objects: fewer for the garbage collector to track.
-        info_of = cache(TensorInfo)
         model: dict[str, TensorInfo] = {}
         aliases: dict[str, str] = {}
         optim: dict[str, dict[str, TensorInfo]] = {}
@@ -198,11 +190,11 @@ class NativeSource(Source):
         for each in (*self.manifest.tensors, *own.tensors):
             name, *others = each.fqns
             self._saved[name] = each
-            model[name] = info_of(each.dtype, each.shape)
+            model[name] = TensorInfo(each.dtype, each.shape)
             aliases.update(dict.fromkeys(others, name))
             if each.states:
                 optim[name] = {
-                    k: info_of(v.dtype, each.shape) for k, v in each.states.items()
+                    k: TensorInfo(v.dtype, each.shape) for k, v in each.states.items()
                 }
         self.model, self.aliases, self.optim = model, aliases, optim
 
@@ -210,13 +202,10 @@ class NativeSource(Source):
         """Decode the JSON values of the manifest, which are small and always needed."""
         manifest = self.manifest
         values: dict[str, dict[str, Any]] = {}
-        tensors = (*manifest.tensors, *own.tensors)
-        held = [(each.fqns[0], each.values) for each in tensors]
-        held += own.values.items()
-        for name, found in held:
-            if found:
-                decoded = {k: self._value(v) for k, v in found.items()}
-                values.setdefault(name, {}).update(decoded)
+        for each in (*manifest.tensors, *own.tensors):
+            if each.values:
+                found = {k: self._value(v) for k, v in each.values.items()}
+                values[each.fqns[0]] = found
         self.optim_values = values
         if manifest.param_groups is not None:
             groups = [*manifest.param_groups, *(own.param_groups or ())]
@@ -384,32 +373,12 @@ class NativeSource(Source):
 
 
 def _local_of(ranks: Sequence[Local], rank: int | None) -> Local:
-    """Return the values of ``rank`` (or no rank), and for units those of any rank."""
-    own = ranks[rank] if rank is not None and rank < len(ranks) else None
-    # A rank that had no elements of a parameter has no scalars of it.
-    values: dict[str, dict[str, Json]] = {}
-    for each in (own, *ranks):
-        for name, found in each.values.items() if each is not None else ():
-            values.setdefault(name, found)
-    if own is not None:
-        return Local(own.tensors, own.own_states, values, own.param_groups)
-    # Without a rank, an optimizer of sharded parameters has the first one's options.
-    _, states = _local_names(ranks)
-    groups = (ranks[0].param_groups or ()) if ranks else ()
-    kept = [
-        {**group, "params": [n for n in group["params"] if n in states]}
-        for group in groups
-    ]
-    return Local((), {}, values, [group for group in kept if group["params"]])
+    """Return what ``rank`` has saved for itself; nothing for another rank."""
+    is_there = rank is not None and rank < len(ranks)
+    return ranks[rank or 0] if is_there else Local((), {}, None)
 
 
-def _local_names(ranks: Sequence[Local]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names in no unit, and of parameters of units, with values per rank."""
-    tensors: set[str] = set()
-    states: set[str] = set()
-    for own in ranks:
-        tensors.update(name for each in own.tensors for name in each.fqns)
-        tensors.update(own.own_states)
-        groups = own.param_groups or ()
-        states.update(own.values, *(group["params"] for group in groups))
-    return frozenset(tensors), frozenset(states - tensors)
+def _local_names(ranks: Sequence[Local]) -> frozenset[str]:
+    """Return the names of all that ranks have saved for themselves."""
+    names = {name for own in ranks for each in own.tensors for name in each.fqns}
+    return frozenset(names.union(*(own.own_states for own in ranks)))

@@ -126,17 +126,14 @@ def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
     if newest := newest_in(path):
         return newest.path, NATIVE
     if is_url(path):
-        names = [split(each.path)[1] for each in folders_in(path)]
-        told = f"uploads without a {MANIFEST} ({listed(names)})" if names else "nothing"
-        raise CheckpointError(
-            f"{path} holds {told}, and no checkpoint. Expected a checkpoint of this "
-            f"library ({MANIFEST}), or a folder of such. Copy checkpoints of other "
-            "formats to a local directory first."
-        )
-    words = [each.words for each in _FORMATS.values()]
+        names = listed(split(each.path)[1] for each in folders_in(path))
+        told = f"{path} holds {names or 'nothing'}, and no checkpoint."
+    else:
+        told = no_checkpoint_text(path)
+    *words, last = (each.words for each in _FORMATS.values())
     raise CheckpointError(
-        f"{no_checkpoint_text(path)} Expected {', '.join(words[:-1])} or {words[-1]}, "
-        "or a directory that holds checkpoints of this library."
+        f"{told} Expected {', '.join(words)} or {last}, or a directory that holds "
+        "checkpoints of this library; at a URL, checkpoints of this library alone."
     )
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.original_view import over_originals
 from composable_fsdp.optim.own_state_dict import plain_values
@@ -29,7 +28,6 @@ from composable_fsdp.storage.compare import Patterns, Selection, matcher
 from composable_fsdp.storage.contents import (
     Contents,
     Held,
-    HeldParam,
     named,
     not_in_module,
     readable_state,
@@ -48,11 +46,7 @@ from composable_fsdp.storage.same_on_ranks import (
 from composable_fsdp.storage.save_parts import by_turns, writers_of
 from composable_fsdp.storage.stateful import rng_state, states_of
 from composable_fsdp.storage.team import Team
-from composable_fsdp.storage.tensors import (
-    is_first_copy,
-    others_of,
-    stores_loose,
-)
+from composable_fsdp.storage.tensors import is_first_copy, others_of, stores_loose
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import Piece
 
@@ -117,7 +111,6 @@ class PartMaker(Draft):
         if len(self._ranks) > 1:
             self._tell(shared, wrappers, experts)
         self._local()
-        # After the scalars that each rank saves for itself were taken out.
         tell_copies(chosen, self._states, self.facts)
         order = {held.names[0]: i for i, held in enumerate(chosen.each())}
         for held, low, high in (*self._of_units(), *self._in_no_unit(shared)):
@@ -141,7 +134,8 @@ class PartMaker(Draft):
 
     def _is_local(self, held: Held) -> bool:
         """Return whether each rank saves its own values; a tied tensor by any name."""
-        return any(map(self._is_local_name, held.names))
+        # Elements that are cut over ranks are no rank's own.
+        return not held.is_cut and any(map(self._is_local_name, held.names))
 
     def _in_no_unit(self, shared: Sequence[Held]) -> Iterator[Stored]:
         """Yield the tensors in no unit that this rank stores."""
@@ -249,32 +243,10 @@ class PartMaker(Draft):
         return found
 
     def _local(self) -> None:
-        """Collect the values of this rank alone; take its scalars out of the states."""
+        """Collect the values of this rank alone."""
         own = self._own
-        for held in filter(self._is_local, self._chosen.each()):
-            if not isinstance(held, HeldParam):
-                if held.is_cut:
-                    raise CheckpointError(
-                        f"{quoted(held.names[0])} is a DTensor, of which each rank "
-                        "holds a part; local=[..] expects names of tensors that are "
-                        "whole on a rank. Nothing was written. Leave the name out of "
-                        "local."
-                    )
-                own.tensors.append(self._part_of(held, 0, held.local.numel()))
-                continue
-            # As for a region: state without an element here need not be up to date.
-            if held.is_absent:
-                continue
-            # A new dict: the present one may be the optimizer's own.
-            name, found = held.names[0], self._states.get(id(held.tensor), {})
-            kept = self._states[id(held.tensor)] = {}
-            for key, value in found.items():
-                # Elements are cut over ranks, and no rank has them for itself.
-                if held.has_elements(key, value):
-                    kept[key] = value
-                else:
-                    told = self.value(key, value, name)
-                    own.values.setdefault(name, {})[key] = told
+        for held in filter(self._is_local, self._chosen.tensors):
+            own.tensors.append(self._part_of(held, 0, held.local.numel()))
         if self._optims:
             own.param_groups = self._param_groups(local=True) or None
 

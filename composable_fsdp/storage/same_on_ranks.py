@@ -9,11 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
@@ -36,14 +34,11 @@ Facts = dict[Group, dict[str, Any]]
 
 
 class _Kind(NamedTuple):
-    """Values that ranks tell, and the words for one that differs.
-
-    ``is_shared``: ranks that do not tell a name differ, too. ``is_shown``: the values
-    are texts for the message.
-    """
+    """Values that ranks tell, and the words for one that differs."""
 
     what: str
     way_out: str
+    # Whether a rank that does not tell a name differs, and whether values are shown.
     is_shared: bool = True
     is_shown: bool = False
 
@@ -95,13 +90,13 @@ _KINDS = {
     ),
     "options": _Kind(
         "The optimizer's option {name}",
-        f"Give all ranks the same options, or {_LOCAL}.",
+        f"Give all ranks the same options, or, of what is in no unit, {_LOCAL}.",
         is_shared=False,
         is_shown=True,
     ),
     "copies": _Kind(
         "The optimizer's {name}, of which several ranks hold copies,",
-        f"Step optimizers of all replicas alike, or {_LOCAL}.",
+        "Step optimizers of all replicas alike.",
         is_shown=True,
     ),
 }
@@ -135,10 +130,7 @@ def unlike_groups(told: Sequence[Mapping[Group, bytes]]) -> list[Group]:
 
 def tell_tensors(held: Sequence[Held], facts: Facts) -> None:
     """Add names, shapes and hashes of tensors in no unit."""
-    plain = [_hashable(each.local) for each in held]
-    # A copy of all hashes to the host at once: a GPU would be waited for per tensor.
-    alike = len({tensor.device for tensor in plain}) == 1
-    hashes = hash_values(plain).tolist() if alike else map(_hash, plain)
+    hashes = _hashes([each.local for each in held])
     for each, value in zip(held, hashes, strict=True):
         name, span, is_parameter = each.names[0], each.span, each.is_parameter
         kind = "a parameter" if is_parameter else "a buffer"
@@ -155,20 +147,19 @@ def tell_tensors(held: Sequence[Held], facts: Facts) -> None:
         facts["shapes"][name] = f"{kind} {each.shape} of {each.dtype}{tied}"
 
 
-def _hashable(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` with the values in memory that the tensor represents."""
-    return in_host_memory(tensor) if tensor.is_conj() or tensor.is_neg() else tensor
-
-
-def _hash(tensor: Tensor) -> int:
-    """Return the hash of a tensor."""
-    return int(hash_values([tensor]).item())
+def _hashes(tensors: Sequence[Tensor]) -> list[int]:
+    """Return a hash of the values that each tensor represents."""
+    plain = [in_host_memory(t) if t.is_conj() or t.is_neg() else t for t in tensors]
+    # A copy of all hashes to the host at once: a GPU would be waited for per tensor.
+    alike = len({tensor.device for tensor in plain}) == 1
+    batches = [plain] if alike else [[tensor] for tensor in plain]
+    return [value for batch in batches for value in hash_values(batch).tolist()]
 
 
 def text_of(value: Any, where: str) -> str:
     """Return a text that is equal for equal values; tensors count by their hash."""
     found: Json = encode(
-        value, where, lambda tensor, _: _hash(_hashable(tensor)), python_values=True
+        value, where, lambda tensor, _: _hashes([tensor])[0], python_values=True
     )
     return json.dumps(found, sort_keys=True)
 
@@ -193,38 +184,21 @@ def tell_copies(
     contents: Contents, states: Mapping[int, Mapping[str, Any]], facts: Facts
 ) -> None:
     """Add the states of this rank's parameters in units that other ranks hold, too."""
-    found: list[tuple[str, Any, list[dict[str, Any]]]] = []
     for param in contents.params():
         copies = copies_of(others_of(param.ref), contents.mesh_groups)
-        ranks = filter(None, [param.holders(), *copies])
-        groups: list[Group] = [("copies", each) for each in ranks]
+        if (replicas := param.ref.handle.groups.replicate) is not None:
+            copies = [ranks_of(replicas), *copies]
+        groups: list[Group] = [("copies", each) for each in copies]
         if not groups or param.is_absent:
             continue
         told = [facts.setdefault(group, {}) for group in groups]
         for key, value in states.get(id(param.tensor), {}).items():
             # Elements would take a pass over memory; dtypes differ for free.
             is_cut = param.has_elements(key, value)
-            said = f"elements of {value.dtype}" if is_cut else value
-            found.append((f"{param.names[0]} (state {key!r})", said, told))
-    texts = _texts([(where, value) for where, value, _ in found])
-    for (where, _, told), text in zip(found, texts, strict=True):
-        for each in told:
-            each[where] = text
-
-
-def _texts(found: Sequence[tuple[str, Any]]) -> list[str]:
-    """Return a text for each value; numbers in tensors are read together."""
-    # A GPU would be waited for at each number.
-    alike: dict[Any, list[int]] = {}
-    for i, (_, value) in enumerate(found):
-        if isinstance(value, Tensor) and value.ndim == 0:
-            alike.setdefault((value.device, value.dtype), []).append(i)
-    read: dict[int, str] = {}
-    for (_, dtype), numbers in alike.items():
-        values = torch.stack([found[i][1].detach() for i in numbers]).tolist()
-        pairs = zip(numbers, values, strict=True)
-        read.update({i: f"{value!r} of {dtype}" for i, value in pairs})
-    return [read.get(i) or text_of(value, w) for i, (w, value) in enumerate(found)]
+            where = f"{param.names[0]} (state {key!r})"
+            text = f"elements of {value.dtype}" if is_cut else text_of(value, where)
+            for each in told:
+                each[where] = text
 
 
 def require_same_values(team: Team, facts: Facts, groups: Sequence[Group]) -> str:
@@ -269,34 +243,14 @@ def _told_of_replicas(groups: Sequence[dict[int, dict[str, Any]]]) -> str:
     more = f" (and {len(found) - 1} more parameters)" if len(found) > 1 else ""
     text = (
         f"Replicas differ: parameter {quoted(name)}{more} has {_others(values)}, which "
-        "hold the same part"
-    )
-    causes = (
-        "A write to one replica, or a step with other options there, leads to this. "
-        "Give all replicas the same values before the save: load the last "
-        "checkpoint, or broadcast the parameters."
+        "hold the same part. Each replica writes a share, so the checkpoint is a "
+        "mixture that no rank has. Load the last checkpoint, or broadcast the "
+        "parameters, before the save. check_weights='error' refuses such a save, 'off' "
+        "compares nothing."
     )
     if any(value and value[1] for each in found.values() for value in each.values()):
-        raise CheckpointError(f"{text}; nothing was written. {causes}")
-    return (
-        f"{text}. Each replica writes a share, so the checkpoint is a mixture that no "
-        f"rank has. {causes} check_weights='error' refuses such a save, "
-        "check_weights='off' compares nothing."
-    )
-
-
-def warn_of(text: str) -> Exception | None:
-    """Warn; return the error if this process lets warnings raise."""
-    try:
-        warnings.warn(text, stacklevel=6)  # through prepare, save, two decorators
-    except Warning as raised:
-        # Raised here, the warning would end this rank alone, and the others would wait.
-        error = CheckpointError(
-            f"{text} Nothing was written, because warnings are errors in this process."
-        )
-        error.__cause__ = raised
-        return error
-    return None
+        raise CheckpointError(f"{text} Refused: nothing was written.")
+    return text
 
 
 def _refuse(kind: str, told: dict[int, dict[str, Any]]) -> None:

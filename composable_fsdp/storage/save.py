@@ -34,7 +34,7 @@ from composable_fsdp.storage.commit import (
     begin,
     commit,
     discard,
-    newest_in,
+    last_time,
     remove_older,
 )
 from composable_fsdp.storage.compare import Patterns, Selection, options_of
@@ -49,7 +49,6 @@ from composable_fsdp.storage.same_on_ranks import (
     no_facts,
     require_same_values,
     unlike_groups,
-    warn_of,
 )
 from composable_fsdp.storage.storages import is_url, join, split, whole_path
 from composable_fsdp.storage.team import (
@@ -101,9 +100,9 @@ class SaveOptions:
     """Leave out buffers, extra states, and parameters that require no gradient."""
     local: Patterns = None
     """Patterns of the names, as ``include``, whose values differ over ranks by design:
-    tensors in no unit, such as a rank's experts, with optimizer state and options, and
-    scalar optimizer state and options of parameters of units. Each rank's own are saved
-    and come back to the same rank. None: a difference is refused."""
+    tensors in no unit, such as a rank's experts, with optimizer state and options.
+    Each rank's own are saved and come back to the same rank. None: a difference is
+    refused."""
 
     def require_types(self) -> None:
         """Raise TypeError for a value of another type."""
@@ -112,9 +111,8 @@ class SaveOptions:
             raise TypeError(f"save expects keep=None or a number from 1, got {keep!r}.")
         if self.per_rank is not None and not isinstance(self.per_rank, dict):
             raise TypeError(
-                "save expects per_rank=None or a dict, got a "
-                f"{type(self.per_rank).__name__}. Pass the values of this rank by "
-                'name: SaveOptions(per_rank={"loader": loader}).'
+                "save expects per_rank=None or a dict of this rank's values by name, "
+                f"got a {type(self.per_rank).__name__}."
             )
 
 
@@ -219,9 +217,12 @@ def prepare(
         # Names and hashes are sent only of what differs by the digests: of 10,000
         # tensors and 1,024 ranks they are hundreds of megabytes.
         groups = unlike_groups([each[3] for each in answers])
-        if groups and (text := require_same_values(team, facts, groups)):
-            # A warning per rank would say no more.
-            own.error = warn_of(text) if team.rank == 0 else None
+        text = require_same_values(team, facts, groups) if groups else ""
+        # A warning per rank would say no more. Where warnings are errors, it is that of
+        # all ranks, as any other.
+        with own:
+            if text and team.rank == 0:
+                warnings.warn(text, stacklevel=5)  # through save and two decorators
     except BaseException:
         if ending:
             discard(target, ending)
@@ -280,10 +281,10 @@ def _finish(job: Job, told: list[RankPart]) -> None:
     with paused_collection():
         manifest = merge(told, job.block)
         # Clocks differ, and a job may have moved to another machine.
-        newest = None
+        last = 0
         with suppress(OSError):
-            newest = newest_in(split(job.path)[0]) if is_local else None
-        data = manifest_bytes(manifest, job.path, newest.age[0] if newest else 0)
+            last = last_time(split(job.path)[0]) if is_local else 0
+        data = manifest_bytes(manifest, job.path, last)
     sizes = {f.name: f.nbytes for f in manifest.files}
     commit(job.path, data, job.options.overwrite, sizes)
     job.is_committed = True
@@ -305,9 +306,8 @@ def _finish(job: Job, told: list[RankPart]) -> None:
         raise CheckpointError(
             f"The checkpoint {job.path} was committed and is whole: the save itself "
             "has succeeded, and training can go on. What comes after failed "
-            f"({error}): older ones may still be there, and a power cut may undo the "
-            "commit. load of the directory reads the new one, and the next save "
-            "removes the rest."
+            f"({error}): older ones may be there until the next save, and a power cut "
+            "may undo the commit."
         ) from error
 
 
@@ -325,16 +325,6 @@ class SaveMemory:
 _memories: weakref.WeakKeyDictionary[nn.Module, SaveMemory] = (
     weakref.WeakKeyDictionary()
 )
-
-
-def take_memory(module: nn.Module) -> SaveMemory:
-    """Return the memory of ``module``, marked as used."""
-    memory = _memories.get(module)
-    # A save of the same module by other ranks may still write the values of its call.
-    if memory is None or memory.is_used:
-        memory = _memories[module] = SaveMemory()
-    memory.is_used = True
-    return memory
 
 
 def free_save_memory(module: nn.Module) -> int:
@@ -414,14 +404,14 @@ def async_save(
     that are found before any file is written.
     """
     team = team_of(module, "async_save")
-    # The thread has a gloo group of its own, so the two threads' exchanges never mix.
-    behind = team
-    if team.group is not None:
-        group = team.group_of(team.ranks, "asynchronous checkpoint")
-        behind = Team(group, team.ranks)
+    behind = team.beside("asynchronous checkpoint")
     job = prepare(team, path, module, optim, extra, options)
     interrupt: BaseException | None = None
-    memory = take_memory(module)
+    memory = _memories.get(module)
+    # A save of the same module by other ranks may still write the values of its call.
+    if memory is None or memory.is_used:
+        memory = _memories[module] = SaveMemory()
+    memory.is_used = True
     try:
         # Not raised here, where only this rank would stop: the thread tells all ranks.
         with job.own:
@@ -444,6 +434,8 @@ def async_save(
         # Before the future ends, for which the next save waits, which reuses it.
         memory.is_used = False
         if failure is not None:
+            # The next call raises it, and there may be none.
+            _log.error("The asynchronous save of %s failed: %s", job.path, failure)
             future.set_exception(failure)
         else:
             future.set_result(None)

@@ -10,24 +10,17 @@ SMALLEST_PART = 1 << 18
 """The bytes of a part, an entry and a request of its own, below which none is made."""
 
 
-def parts_of(layout: RegionLayout, replicas: int) -> int:
-    """Return the number of parts that a shard is cut into: 1, or ``replicas``."""
-    nbytes = layout.shard_numel * layout.dtype.itemsize
-    if nbytes < replicas * SMALLEST_PART:
-        return 1
-    # All parts have a single size: only behind the last shard is room for padding.
-    fits = layout.world_size == 1 or layout.shard_numel % replicas == 0
-    return replicas if fits else 1
-
-
 def writers_of(regions: Iterable[tuple[RegionLayout, int]]) -> list[int | None]:
     """Return the replica that writes each region's shards, or None: each a part."""
     whole: list[tuple[Hashable, int, int]] = []
     divided: list[bool] = []
     for layout, replicas in regions:
-        divided.append(replicas > 1 and parts_of(layout, replicas) > 1)
+        nbytes = layout.shard_numel * layout.dtype.itemsize
+        # All parts have a single size: only behind the last shard is room for padding.
+        fits = layout.world_size == 1 or layout.shard_numel % replicas == 0
+        is_large = nbytes >= replicas * SMALLEST_PART
+        divided.append(replicas > 1 and is_large and fits)
         if not divided[-1]:
-            nbytes = layout.shard_numel * layout.dtype.itemsize
             # Most optimizers keep two states of a parameter that is trained.
             weight = nbytes * (3 if layout.trainable else 1)
             whole.append(((layout.world_size, replicas), replicas, weight))

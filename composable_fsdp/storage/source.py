@@ -74,8 +74,6 @@ class Copy(NamedTuple):
     span: Span
     into: Tensor
     is_new: bool = False
-    # A function, because few loads ask.
-    holders: Callable[[], tuple[int, ...] | None] | None = None
 
 
 class Source(ABC):
@@ -110,8 +108,6 @@ class Source(ABC):
     """The number of ranks that have saved tensors or options for themselves."""
     local_tensors: frozenset[str] = frozenset()
     """Names of tensors in no unit, and of extra states, that belong to single ranks."""
-    local_states: frozenset[str] = frozenset()
-    """Names of parameters of units with scalar state or options per rank."""
     saved_ranks: int = 0
     """The number of ranks that have saved values of their own (``per_rank``)."""
 
@@ -168,11 +164,7 @@ class Source(ABC):
         raise KeyError(rank)
 
     def on_rank(self, rank: int | None) -> None:  # noqa: B027  # a default, not forgotten
-        """Show in ``model`` and the others also values of ``rank`` alone.
-
-        None, and a rank beyond ``local_ranks``, show no such tensors; scalar state and
-        options of units are then those of the first rank.
-        """
+        """Show in ``model`` and the others also values of ``rank`` alone, if any."""
 
     @abstractmethod
     def close(self) -> None:

@@ -19,9 +19,8 @@ from composable_fsdp.naming import listed
 from composable_fsdp.storage.contents import units_in
 from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.team import Team
+from composable_fsdp.storage.values import MAX_DEPTH
 
-_MAX_DEPTH = 100
-"""The deepest nesting in which objects are looked for; values are saved no deeper."""
 Redeal = Callable[[list[Any], int, int], dict[str, Any]]
 """Returns the values of a rank, at another world size, from those of all ranks."""
 
@@ -53,8 +52,9 @@ def states_of(value: Any, where: str, depth: int = 0) -> Any:
                 "are cut over the ranks. Save it by a save of its own, or pass a "
                 "module that holds both."
             )
-        return _without_counters(value.state_dict())
-    if depth > _MAX_DEPTH or type(value) not in (dict, list, tuple):
+        # A Counter is told by the object itself at the load.
+        return _like(value.state_dict(), None)
+    if depth > MAX_DEPTH or type(value) not in (dict, list, tuple):
         return value
     made = {
         key: states_of(each, f"{where}[{key!r}]", depth + 1)
@@ -68,22 +68,16 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     return list(value.items() if isinstance(value, dict) else enumerate(value))
 
 
-def _without_counters(state: Any, depth: int = 0) -> Any:
-    """Return a state with a dict in place of each Counter; see ``_as_given``."""
-    if isinstance(state, dict) and depth <= _MAX_DEPTH:
-        return {k: _without_counters(v, depth + 1) for k, v in state.items()}
-    if type(state) is list and depth <= _MAX_DEPTH:
-        return [_without_counters(each, depth + 1) for each in state]
-    return state
-
-
-def _as_given(state: Any, own: Any) -> Any:
-    """Return a saved state with a Counter where the object's ``own`` state has one."""
-    if isinstance(state, dict) and isinstance(own, dict):
-        made = {key: _as_given(each, own.get(key)) for key, each in state.items()}
+def _like(state: Any, own: Any, depth: int = 0) -> Any:
+    """Return a state with a Counter where the state ``own`` has one, else a dict."""
+    if isinstance(state, dict) and depth <= MAX_DEPTH:
+        mine = own if isinstance(own, dict) else {}
+        made = {k: _like(each, mine.get(k), depth + 1) for k, each in state.items()}
         return Counter(made) if isinstance(own, Counter) else made
-    if isinstance(state, list) and isinstance(own, list) and len(state) == len(own):
-        return list(map(_as_given, state, own))
+    if type(state) is list and depth <= MAX_DEPTH:
+        alike = isinstance(own, list) and len(own) == len(state)
+        pairs = zip(state, own if alike else [None] * len(state), strict=True)
+        return [_like(each, other, depth + 1) for each, other in pairs]
     return state
 
 
@@ -103,7 +97,7 @@ class Filling:
         """
         for each, state in self.states:
             # Schedulers keep the lists of the state, which a source may give out again.
-            given = _as_given(copy.deepcopy(state), each.state_dict())
+            given = _like(copy.deepcopy(state), each.state_dict())
             each.load_state_dict(given)
 
     def take(self, objects: Any, saved: Any, where: str, depth: int = 0) -> Any:
@@ -144,7 +138,7 @@ def _holds_objects(value: Any, depth: int) -> bool:
     """Return whether ``value`` is or holds an object with a state."""
     if is_stateful(value):
         return True
-    if depth > _MAX_DEPTH or type(value) not in (dict, list, tuple):
+    if depth > MAX_DEPTH or type(value) not in (dict, list, tuple):
         return False
     return any(_holds_objects(each, depth + 1) for _, each in _items(value))
 
@@ -156,29 +150,25 @@ def own_values(
     saved, ranks = source.saved_ranks, team.world_size
     if wanted is None:
         return Filling()
-    values = wanted
+    if not isinstance(wanted, dict):
+        kind = type(wanted).__name__
+        raise TypeError(f"load expects per_rank=None or a dict, got a {kind}.")
+    if not saved:
+        return Filling(problems=["the checkpoint was saved without per_rank"])
     # A rank without values of its own saved an empty dict, so the numbers are equal.
     if saved == ranks:
-        values = source.rank_values(team.rank)
-    elif saved and redeal is not None:
-        everyone = [source.rank_values(rank) for rank in range(saved)]
-        values = redeal(everyone, team.rank, ranks)
-    for what, value in (
-        ("load expects per_rank=None or a dict", wanted),
-        ("redeal must return a dict", values),
-    ):
-        if not isinstance(value, dict):
-            raise TypeError(f"{what}, got a {type(value).__name__}.")
-    problem = ""
-    if not saved:
-        problem = "the checkpoint was saved without per_rank"
-    elif saved != ranks and redeal is None:
+        return fill(wanted, source.rank_values(team.rank), "per_rank")
+    if redeal is None:
         problem = (
             f"per_rank was saved by {saved} ranks, and {ranks} load: "
             "LoadOptions(redeal=function) gets the values of all of them and returns "
             "those of a rank"
         )
-    return Filling(problems=[problem]) if problem else fill(wanted, values, "per_rank")
+        return Filling(problems=[problem])
+    values = redeal([source.rank_values(r) for r in range(saved)], team.rank, ranks)
+    if not isinstance(values, dict):
+        raise TypeError(f"redeal must return a dict, got a {type(values).__name__}.")
+    return fill(wanted, values, "per_rank")
 
 
 def rng_state() -> dict[str, Any]:

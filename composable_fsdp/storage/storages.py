@@ -125,9 +125,8 @@ def require_local(path: object, what: str) -> None:
     """Raise CheckpointError for a URL where ``what`` needs local files."""
     if is_url(path):
         raise CheckpointError(
-            f"{what} works on local files, got {path}. Checkpoints of this library "
-            "(save, load, async_save, checkpoints, verify, convert from them) can lie "
-            "at URLs; copy this one to a local directory first."
+            f"{what} works on local files, got {path}. Only checkpoints of this "
+            "library can lie at URLs; use a local directory."
         )
 
 

@@ -1,26 +1,17 @@
 """Makes a save or load end alike on all ranks: an error of a rank is raised everywhere.
 
 The ranks of the model's mesh exchange objects over a private gloo group, so checkpoint
-exchanges never mix with the collectives of training. Values that several ranks of a
-load hold are read once: each rank reads a part, and sends it to the others::
-
-    elements of both replicas    | a   b   c | d          e |
-    replica 0 reads, verifies    | a   b   c |              |
-    replica 1 reads, verifies    |           | d          e |
+exchanges never mix with the collectives of training.
 """
 
 from __future__ import annotations
 
-import atexit
-import hashlib
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -35,9 +26,7 @@ from composable_fsdp.errors import (
     FSDPError,
 )
 from composable_fsdp.storage.contents import units_in
-from composable_fsdp.storage.source import Copy
 from composable_fsdp.storage.tensors import mesh_groups_in, ranks_of
-from composable_fsdp.storage.writer import aligned, is_plain
 
 
 class SaveFuture(Future[None]):
@@ -78,22 +67,6 @@ def wait_for_pending(team: Team) -> str | None:
     return "" if seen else told
 
 
-def _tell_unseen() -> None:
-    """Warn at the interpreter's exit about failures that no caller has seen."""
-    for future in pending.values():
-        error = Future.exception(future) if future.done() else None
-        if error is not None and not future.is_seen:
-            warnings.warn(
-                f"The asynchronous save of {future.path} failed, and nobody has asked "
-                f"its future. {error}",
-                stacklevel=1,
-            )
-
-
-# At exit, no later call can raise the failure.
-atexit.register(_tell_unseen)
-
-
 def raise_unseen(team: Team, answers: list[str | None]) -> None:
     """Raise the failure of the previous save once, if no rank has seen it."""
     pending.pop(team.ranks, None)
@@ -129,15 +102,15 @@ class Team:
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
 
-    def group_of(self, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup:
-        """Return a gloo group of several of the ranks, with the time-out of the team's.
+    def beside(self, purpose: str) -> Team:
+        """Return the ranks with a second gloo group, whose exchanges never mix.
 
-        Collective: creates the group at the first call; other ranks need not call.
+        Collective: creates the group at the first call.
         """
-        assert self.group is not None
-        found = private_group(ranks, purpose, group_timeout(self.group))
-        assert found is not None
-        return found
+        if self.group is None:
+            return self
+        group = private_group(self.ranks, purpose, group_timeout(self.group))
+        return Team(group, self.ranks)
 
     def agree(self, error: Exception | None, value: Any = None) -> list[Any]:
         """Return every rank's ``value`` in rank order, if no rank has an ``error``.
@@ -214,20 +187,12 @@ def _exchange(own: Exception | None) -> Iterator[None]:
         broke = isinstance(error, CollectiveError)
         if isinstance(error, FSDPError) and not broke:
             raise
-        what = "Another rank was lost, or the process group destroyed, while"
-        way_out = "Start the ranks again and load the last good checkpoint."
-        if not dist.is_initialized():
-            what = (
-                "The process group was destroyed "
-                "(torch.distributed.destroy_process_group) before"
-            )
-            way_out = (
-                "Call result() of what async_save returned, on every rank, before "
-                "destroy_process_group."
-            )
         raise own or CheckpointError(
-            f"{what} the ranks agreed on a checkpoint ({error}). Nothing was committed "
-            f"unless the path is there now; verify(path) tells. {way_out}"
+            "Another rank was lost, or the process group destroyed, before the ranks "
+            f"agreed on a checkpoint ({error}). Nothing was committed unless the path "
+            "is there now; verify(path) tells. Start the ranks again and load the last "
+            "good checkpoint; call result() of async_save on every rank before "
+            "destroy_process_group."
         ) from error
 
 
@@ -302,137 +267,3 @@ def team_of(module: object, what: str, purpose: str = "checkpoint") -> Team:
             ranks.update(*collectives.all_gather_object(sorted(ranks), group))
     members = tuple(sorted(ranks))
     return Team(private_group(members, purpose, timeout), members)
-
-
-Ranks = tuple[int, ...]
-Told = Mapping[Ranks, str]
-"""A digest of the reads that a rank shares with each set of ranks."""
-_SMALL = 1 << 20
-"""Tensors of fewer bytes are not cut between two readers."""
-_BUFFER = 1 << 24
-"""The most bytes of a message, but for a tensor whose elements are not in order."""
-
-
-class SharedReads:
-    """The reads of a load that other ranks make as well."""
-
-    def __init__(self, team: Team, copies: Sequence[Copy], *, is_local: bool) -> None:
-        self._team = team
-        self._alone: list[Copy] = []
-        self._by_ranks: dict[Ranks, list[Copy]] = {}
-        for copy in copies:
-            ranks = () if copy.holders is None else copy.holders()
-            if ranks is None:
-                ranks = () if is_local else team.ranks
-            mine = self._by_ranks.setdefault(ranks, []) if ranks else self._alone
-            mine.append(copy)
-        self.told: Told = {r: _digest(each) for r, each in self._by_ranks.items()}
-        self._messages: list[tuple[dist.ProcessGroup, int, list[Copy]]] = []
-        """In order, each with the group and the rank there that sends it."""
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def divide(self, everyone: Sequence[Told]) -> list[Copy]:
-        """Return the reads of this rank: its own, and its part of shared ones.
-
-        Collective: the creation of a gloo group per set of ranks, at the first call.
-        """
-        team = self._team
-        by_rank = dict(zip(team.ranks, everyone, strict=True))
-        reads = list(self._alone)
-        # Small sets first, on all ranks: two never wait for each other in other groups.
-        for ranks in sorted(self._by_ranks, key=lambda each: (len(each), each)):
-            copies, mine = self._by_ranks[ranks], self.told[ranks]
-            # A rank that has failed tells nothing, and then nobody waits for it.
-            if any(by_rank.get(rank, {}).get(ranks) != mine for rank in ranks):
-                reads += copies
-                continue
-            group = team.group
-            if group is None or ranks != team.ranks:
-                group = team.group_of(ranks, "shared reads")
-            parts = _divided(copies, len(ranks))
-            reads += parts[group.rank()]
-            for reader, part in enumerate(parts):
-                self._messages += [(group, reader, each) for each in _messages(part)]
-        # Here, where a failure still reaches the other ranks.
-        sizes = [sum(aligned(e.into.nbytes) for e in m) for _, _, m in self._messages]
-        size = max(sizes, default=0)
-        self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return reads
-
-    @torch.no_grad()
-    def send(self) -> None:
-        """Fill the elements that other ranks have read.
-
-        Collective: broadcasts over the groups of ranks that share reads, on the CPU;
-        all ranks of the team must call, after each has filled its own elements.
-        """
-        for group, reader, message in self._messages:
-            places, end = [], 0
-            for each in message:
-                part = self._buffer[end : end + each.into.nbytes].view(each.into.dtype)
-                places.append((part.view(each.into.shape), each.into))
-                end += aligned(each.into.nbytes)
-            mine = group.rank() == reader
-            for part, into in places if mine else ():
-                part.copy_(into)
-            collectives.broadcast(self._buffer[:end], group, rank=reader)
-            for part, into in () if mine else places:
-                into.copy_(part)
-
-
-def _digest(copies: Sequence[Copy]) -> str:
-    """Return a text that differs if other elements are read, or sent in other ways."""
-    told = hashlib.sha256()
-    for each in copies:
-        into = each.into
-        what = each.name, each.state, each.span
-        form = (into.dtype, into.device.type, tuple(into.shape), is_plain(into))
-        told.update(repr((what, form, into.is_contiguous())).encode())
-    return told.hexdigest()[:32]
-
-
-def _divided(copies: Sequence[Copy], parts: int) -> list[list[Copy]]:
-    """Return the copies in ``parts`` runs of about as many bytes, in order."""
-    total = sum(copy.into.nbytes for copy in copies)
-    found: list[list[Copy]] = [[] for _ in range(parts)]
-    at = 0
-    for copy in copies:
-        done, numel, size = 0, copy.into.numel(), copy.into.itemsize
-        # Neighbours stay with a reader: few blocks are read twice.
-        is_cut = copy.into.nbytes >= _SMALL and copy.into.is_contiguous()
-        while done < numel:
-            reader, count = at * parts // total, numel - done
-            if is_cut:
-                end = -(-(reader + 1) * total // parts)
-                count = min(count, -(-(end - at) // size))
-            found[reader].append(_cut(copy, done, done + count))
-            done += count
-            at += count * size
-    return found
-
-
-def _cut(copy: Copy, begin: int, end: int) -> Copy:
-    """Return the read of elements ``[begin, end)`` of the destination of ``copy``."""
-    if end - begin == copy.into.numel():
-        return copy
-    into = copy.into.view(-1)[begin:end]
-    return copy._replace(span=copy.span.part(begin, end), into=into)
-
-
-def _messages(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-    """Yield the copies in lists that a single broadcast sends."""
-    waiting: list[Copy] = []
-    held = 0
-    for copy in copies:
-        into = copy.into
-        step = _BUFFER // into.itemsize if into.is_contiguous() else into.numel()
-        for begin in range(0, into.numel(), max(step, 1)):
-            piece = _cut(copy, begin, min(begin + step, into.numel()))
-            nbytes = aligned(piece.into.nbytes)
-            if waiting and held + nbytes > _BUFFER:
-                yield waiting
-                waiting, held = [], 0
-            waiting.append(piece)
-            held += nbytes
-    if waiting:
-        yield waiting

@@ -188,18 +188,10 @@ def _check_ranks(manifest: Manifest) -> None:
         if not isinstance(state, dict) or not state.keys() <= set(RNG_KEYS):
             raise MalformedError(f"rng[{r}] holds something else than {RNG_KEYS}")
     names = {name for tensor in manifest.tensors for name in tensor.fqns}
-    held = {tensor.fqns[0]: tensor.values for tensor in manifest.tensors}
     _check_groups(manifest.param_groups, names, "param_groups")
     for r, own in enumerate(manifest.local):
         mine = {name for tensor in own.tensors for name in tensor.fqns}
         _check_groups(own.param_groups, names | mine, f"local[{r}].param_groups")
-        for name, found in own.values.items():
-            # A reader would take either of the two.
-            double = sorted(found.keys() & held.get(name, {}).keys())
-            if name not in names or double:
-                problem = f"{double[0]!r} twice" if double else "of no unit"
-                told = f"local[{r}] has state of {quoted(name)} {problem}"
-                raise MalformedError(told)
 
 
 def _check_groups(groups: list[Json] | None, known: set[str], where: str) -> None:
@@ -236,17 +228,16 @@ def _values(manifest: Manifest) -> Iterator[tuple[Json, str]]:
         for r, value in enumerate(ranks):
             yield value, f"{what}[{r}]"
     groups = manifest.param_groups
-    whole = Local(manifest.tensors, manifest.own_states, {}, groups)
+    whole = Local(manifest.tensors, manifest.own_states, groups)
     places = [(own, f"local[{r}].") for r, own in enumerate(manifest.local)]
     for own, where in [(whole, ""), *places]:
         for name, value in own.own_states.items():
             yield value, f"{where}own_states[{name!r}]"
         for g, group in enumerate(own.param_groups or ()):
             yield group, f"{where}param_groups[{g}]"
-        held = [(tensor.fqns[0], tensor.values) for tensor in own.tensors]
-        for name, values in (*held, *own.values.items()):
-            for key, value in values.items():
-                yield value, f"{where}state {key!r} of {quoted(name)}"
+        for tensor in own.tensors:
+            for key, value in tensor.values.items():
+                yield value, f"{where}state {key!r} of {quoted(tensor.fqns[0])}"
 
 
 def _tensors(manifest: Manifest) -> Iterator[tuple[str, SavedTensor]]:

@@ -36,7 +36,7 @@ Put = Callable[[Tensor, str], int]
 """A function that stores a tensor, given its path, and returns the tensor's number."""
 Get = Callable[[int], Any]
 
-_MAX_DEPTH = 100
+MAX_DEPTH = 100
 """The deepest nesting that is written and read; programs change Python's own limit."""
 # Numbers, bytes, text, dates: a byte order and the size of an element.
 _NUMPY = re.compile(r"[<>|=]?[biufcSUMm]\d{1,6}(\[\d{0,9}[a-zA-Z]{1,2}\])?\Z")
@@ -47,9 +47,9 @@ def encode(
 ) -> Any:
     """Return ``value`` as JSON; tensors are passed to ``put``."""
     # A container that holds itself would never end.
-    if depth > _MAX_DEPTH:
+    if depth > MAX_DEPTH:
         raise TypeError(
-            f"{where[:80]}... is nested more than {_MAX_DEPTH} levels deep, or holds "
+            f"{where[:80]}... is nested more than {MAX_DEPTH} levels deep, or holds "
             "itself. Save something flatter."
         )
 
@@ -164,10 +164,10 @@ def _tensor_of(value: bytes) -> Tensor:
 
 def decode(value: Any, where: str, get: Get, depth: int = 0) -> Any:
     """Return the value that ``encode`` was given."""
-    if depth > _MAX_DEPTH:
+    if depth > MAX_DEPTH:
         raise CheckpointError(
-            f"{where[:_MAX_DEPTH]}... is nested deeper than any checkpoint is "
-            f"({_MAX_DEPTH} levels). {DAMAGED}"
+            f"{where[:MAX_DEPTH]}... is nested deeper than any checkpoint is "
+            f"({MAX_DEPTH} levels). {DAMAGED}"
         )
     if value is None or isinstance(value, (bool, int, str)):
         return value

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
-from composable_fsdp.storage.directory import named_errors
+from composable_fsdp.storage.directory import named_errors, open_new
 from composable_fsdp.storage.manifest import BLOCK, CODES, File
 from composable_fsdp.storage.source import TensorInfo
 from composable_fsdp.storage.storages import Upload, is_url, split, storage_of
@@ -78,9 +78,8 @@ def host_buffer(nbytes: int, *, pinned: bool = False) -> Tensor:
         if code:
             # Copies to pageable memory have the same values, and take longer.
             warnings.warn(
-                f"CUDA refused to pin {len(buffer)} bytes of host memory (error "
-                f"{code}): async_save copies more slowly. Free host memory, or raise "
-                "the limit of locked memory (ulimit -l).",
+                f"CUDA refused to pin {len(buffer)} bytes of memory (error {code}): "
+                "async_save copies more slowly. Free memory, or raise ulimit -l.",
                 stacklevel=2,
             )
         else:
@@ -119,11 +118,6 @@ class Piece(TensorInfo):
     key: str
     # Called when the entry is written: host memory holds a single tensor of an entry.
     pieces: Callable[[], Iterable[Tensor]]
-
-
-def of_tensor(key: str, tensor: Tensor) -> Piece:
-    """Return the piece of a whole tensor."""
-    return Piece(tensor.dtype, tuple(tensor.shape), key, lambda: [tensor.detach()])
 
 
 def header_of(
@@ -227,7 +221,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 BUFFER = 4 << 20
-"""The bytes of a write of small data, and of what goes to the disk at a time."""
+"""The bytes that go to the disk at a time."""
 _LARGE, _STEP = 1 << 18, 1 << 20
 """The bytes that are written without a copy, and that are written at a time."""
 _BEHIND = 8 * BUFFER
@@ -253,51 +247,18 @@ class NewFile(Upload):
 
     def __init__(self, path: str) -> None:
         self._path = path
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with named_errors(path):
-            self._file = os.open(path, flags, 0o666)
-        self._waiting = bytearray()
+            # To copy large data would take longer than a call.
+            self._file = open(open_new(path), "wb", buffering=_LARGE)  # noqa: SIM115
         self._sync_range = _sync_file_range()
         # Bytes that were written, begun to be written out, and are on the disk.
         self._written = self._begun = self._on_disk = 0
 
     def write(self, data: memoryview) -> None:
         """Append ``data``; small data wait for more. Raises: OSError."""
-        # To copy large data would take longer than a call.
-        is_large = len(data) >= _LARGE
-        if is_large or len(self._waiting) + len(data) >= BUFFER:
-            self._flush()
-        if is_large:
-            self._write_out(data)
-        else:
-            self._waiting += data
-
-    def finish(self) -> None:
-        """Write what waits; on return, all bytes are on the disk."""
-        self._flush()
         with named_errors(self._path):
-            os.fsync(self._file)
-            file, self._file = self._file, -1
-            os.close(file)
-
-    def discard(self) -> None:
-        """Close the file; bytes that wait are lost."""
-        if self._file >= 0:
-            with suppress(OSError):
-                os.close(self._file)
-
-    def _flush(self) -> None:
-        """Write what waits."""
-        waiting, self._waiting = self._waiting, bytearray()
-        self._write_out(memoryview(waiting))
-
-    def _write_out(self, data: memoryview) -> None:
-        """Write ``data``, begin to write the cache out, and wait for the oldest."""
-        done = 0
-        while done < len(data):
-            with named_errors(self._path):
-                done += os.write(self._file, data[done:])
-        self._written += done
+            self._file.write(data)
+        self._written += len(data)
         # The disk writes while the next data are copied; the cache must not fill up.
         while self._written - self._begun >= BUFFER:
             self._sync(self._begun, _START)
@@ -306,11 +267,22 @@ class NewFile(Upload):
             self._sync(self._on_disk, _FINISH)
             self._on_disk += BUFFER
 
+    def finish(self) -> None:
+        """Write what waits; on return, all bytes are on the disk."""
+        with named_errors(self._path), self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
+
+    def discard(self) -> None:
+        """Close the file."""
+        with suppress(OSError):
+            self._file.close()
+
     def _sync(self, at: int, flags: int) -> None:
         """Write ``BUFFER`` bytes from byte ``at`` out; without the call do nothing."""
         if self._sync_range is None:
             return
-        if self._sync_range(self._file, at, BUFFER, flags):
+        if self._sync_range(self._file.fileno(), at, BUFFER, flags):
             code = ctypes.get_errno()
             if code not in _UNKNOWN:
                 # The system tells an error once: the ``fsync`` at the end would pass.

@@ -203,7 +203,7 @@ REFUSED: dict[str, Wrong] = {
     r"got 1-D, dims named 'tp'.*must not be passed": tensor_parallel_mesh,
     r"unshard_params\(\.\.\.\) without `with` did nothing": block_without_with,
     r"exists already.*another name": export_twice,
-    r"Of another dtype: '0\.weight'.*cast=True\) converts dtypes": another_dtype,
+    r"Of another dtype: '0\.weight'.*cast=True converts dtypes": another_dtype,
     r"Parameter '0\.weight' was changed.*found \(1, 1\).*set_full_param": (
         another_shape_assigned
     ),

@@ -22,7 +22,6 @@ from composable_fsdp.storage import (
     part,
     save_parts,
     source,
-    team,
     writer,
 )
 from tests.real_sizes.operations import TOKENS, WIDTH, same
@@ -124,8 +123,6 @@ SMALLER: tuple[tuple[Any, str, int], ...] = (
     (blocks, "_FILL_BYTES", 1 << 16),
     (manifest, "_MOST_BLOCKS", 4),
     (writer, "_BEHIND", 1 << 16),
-    (team, "_SMALL", 1 << 14),
-    (team, "_BUFFER", 1 << 16),
     (source, "CHUNK_BYTES", 1 << 16),
 )
 """Thresholds above 4 MiB, and those between tensors: the sizes are on both sides."""
@@ -150,7 +147,7 @@ def test_files_hold_tensors_of_every_size(
             with torch.no_grad():
                 for p in fresh.parameters():
                     p.zero_()
-            cf.load(path, fresh, options=cf.LoadOptions(share=True))
+            cf.load(path, fresh)
             found = fresh.state_dict()
             assert all(torch.equal(found[name], want[name]) for name in want)
         if world.rank == 0:

@@ -133,47 +133,18 @@ def test_the_values_of_a_rank_come_back_to_it(
     assert verify(tmp_path / "a")
 
 
-def scaled(rank: int, seed: int, rate: float) -> Pair:
-    torch.manual_seed(seed)
-    model = fully_shard(nn.Linear(4, 16))
-    optimizer = optim.AdamW(model.parameters())
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    optimizer.param_groups[0]["lr"] = rate
-    for param in optimizer.state:
-        optimizer.state[param]["norm"] = torch.tensor(float(rank + seed))
-    return model, optimizer
-
-
-def numbers(optimizer: optim.Optimizer) -> list[Any]:
-    values = [float(state["norm"]) for state in optimizer.state.values()]
-    return [*values, *(group["lr"] for group in optimizer.param_groups)]
-
-
-@pytest.mark.req("K-01")
-@pytest.mark.parametrize("part", [{}, {"include": "weight"}], ids=["whole", "cut"])
 @on_ranks(2)
-def test_scalars_of_sharded_parameters_come_back_per_rank(
-    world: World, tmp_path: Path, part: dict[str, Any]
-) -> None:
-    """Where the caller says so; the elements are cut over ranks as ever."""
-    model, optimizer = scaled(world.rank, 0, 0.1 * (world.rank + 1))
-    save(
-        tmp_path / "a",
-        model,
-        optimizer,
-        options=SaveOptions(local=["weight", "bias"], **part),
+@pytest.mark.req("K-01")
+def test_options_of_a_unit_are_no_ranks_own(world: World, tmp_path: Path) -> None:
+    """They are the same on all ranks, also where ``local`` has the name."""
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = optim.SGD(model.parameters(), lr=0.1 + world.rank)
+
+    text = message_of(
+        lambda: save(tmp_path / "a", model, optimizer, options=SaveOptions(local="*"))
     )
-    other, fresh = scaled(world.rank, 5, 9.0)
 
-    load(tmp_path / "a", other, fresh, options=LoadOptions(**part))
-
-    weight = next(iter(other.parameters()))
-    assert float(fresh.state[weight]["norm"]) == world.rank
-    assert fresh.param_groups[0]["lr"] == 0.1 * (world.rank + 1)
-    if not part:
-        assert numbers(fresh) == numbers(optimizer)
-        assert _same(other.state_dict(), model.state_dict())
+    assert "The optimizer's option 'lr' of 'weight' is not the same on all" in text
 
 
 def otherwise(world: World, folder: Path) -> list[str]:

@@ -45,13 +45,13 @@ def exp(*parts: Json) -> Json:
 
 
 def local(file: int, begin: int) -> Json:
-    """An expert of a rank, with a scalar of a sharded parameter, and options."""
+    """An expert of a rank, with options."""
     expert = tensor(["expert"], [1], entry(file, begin), values={"step": 1})
     return {
         "tensors": [expert],
         "own_states": {"e._extra_state": begin},
-        "values": {"b": {"norm": 0.5}},
-        "param_groups": [{"lr": 0.2, "params": ["expert", "b"]}],
+        "values": {},
+        "param_groups": [{"lr": 0.2, "params": ["expert"]}],
     }
 
 
@@ -183,9 +183,9 @@ BAD: dict[str, tuple[Callable[[Json], None], str]] = {
         "in rank1.safetensors, elements 2",
     ),
     "expert twice": (put("local.1.tensors.0.fqns", ["a"]), "'a' stand there twice"),
-    "scalar of no unit": (
-        put("local.0.values", {"expert": {"norm": 1}}),
-        "local[0] has state of 'expert' of no unit",
+    "scalar of a rank": (
+        put("local.0.values", {"b": {"norm": 1}}),
+        "local[0].values is {'b': {'norm': 1}}, expected an empty object",
     ),
     "values of too few ranks": (put("per_rank", [{}]), "per_rank has 1 values for 2"),
     "other format": (put("format", "zip"), "format is 'zip', expected"),

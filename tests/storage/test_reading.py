@@ -156,11 +156,14 @@ def written(path: Path, size: int) -> tuple[bytes, bytes]:
     rng = random.Random(size)
     data, at = rng.randbytes(size), 0
     file = NewFile(str(path))
-    while at < size:
-        count = rng.choice((1, 8, 5000, 1 << 18, writer.BUFFER, 3 * writer.BUFFER))
-        file.write(memoryview(data)[at : at + count])
-        at += count
-    file.finish()
+    try:
+        while at < size:
+            count = rng.choice((1, 8, 5000, 1 << 18, writer.BUFFER, 3 * writer.BUFFER))
+            file.write(memoryview(data)[at : at + count])
+            at += count
+        file.finish()
+    finally:
+        file.discard()
     return data, path.read_bytes()
 
 

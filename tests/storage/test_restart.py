@@ -29,9 +29,10 @@ from composable_fsdp import (
     verify,
 )
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage import remove_stale
+from composable_fsdp.storage import commit, remove_stale
 from composable_fsdp.storage import save as saving
 from composable_fsdp.storage.commit import newest_in
+from composable_fsdp.storage.directory import open_plain
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.crash import POINTS, killed_at
 from tests.support.on_ranks import on_ranks
@@ -199,6 +200,20 @@ def test_a_save_that_commits_in_between_is_not_written_over(tmp_path: Path) -> N
     assert "step-1 exists already, and nothing is overwritten" in text
     assert value_in(tmp_path) == 2.0
     assert verify(tmp_path / "step-1")
+
+
+@pytest.mark.req("K-03")
+def test_a_save_is_the_newest_also_after_a_clock_that_was_ahead(tmp_path: Path) -> None:
+    """The save looks into the last manifest alone."""
+    for at in (1, 2, 3):
+        with mock.patch("time.time_ns", return_value=4 * 10**18 + at):
+            save(tmp_path / f"step-{at}", model(float(at)))
+
+    with mock.patch.object(commit, "open_plain", wraps=open_plain) as opened:
+        save(tmp_path / "step-4", model(4.0))
+
+    assert opened.call_count == 1
+    assert value_in(tmp_path) == 4.0
 
 
 @pytest.mark.req("K-04")

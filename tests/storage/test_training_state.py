@@ -296,7 +296,7 @@ def test_an_object_without_a_saved_state_is_named(tmp_path: Path) -> None:
     assert "extra['loader'] was not saved (extra has 'epoch', 'list')" in text
     assert "extra['list'][1] was not saved" in text
     assert "the checkpoint was saved without per_rank" in text
-    assert "Pass to load the objects that were saved, at the same keys." in text
+    assert "the objects of extra as the saved ones were" in text
     assert len(report.values) == 3
     assert extra == {"epoch": 1, "list": [1]}
 
@@ -319,7 +319,7 @@ def test_an_object_whose_state_lies_on_all_ranks_is_refused(
     wrong: Any = [1]
     options = SaveOptions(per_rank=wrong)
     found = message_of(lambda: save(tmp_path / "a", model, options=options))
-    assert "a list. Pass the values of this rank by name: SaveOptions(" in found
+    assert "a dict of this rank's values by name, got a list" in found
 
 
 DAMAGED: list[Any] = [

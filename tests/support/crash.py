@@ -61,7 +61,7 @@ class _HalfFile(NewFile):
         super().write(data)
         self.parts += 1
         if self.parts == 2:
-            self._flush()
+            self._file.flush()
             _die()
 
 

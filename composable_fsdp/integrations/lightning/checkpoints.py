@@ -35,8 +35,7 @@ from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.state_dict.settings import state_dict_type
 from composable_fsdp.storage.commit import Folder, newest_in
-from composable_fsdp.storage.convert import whole
-from composable_fsdp.storage.formats.nested import nested_tree
+from composable_fsdp.storage.formats.nested import nested_tree, read_all
 from composable_fsdp.storage.load import LoadOptions, load
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.save import SaveOptions, save
@@ -196,7 +195,7 @@ def read_whole(
         rest = _rest_of(source.extra, path, weights_only)
         # ``save`` joined the states of all optimizers; the names divide them again.
         groups = rest.pop(NAMES, [])
-        tree = whole(nested_tree(source), {})
+        tree = read_all(nested_tree(source), {})
         found = {**rest, "state_dict": tree["model"]}
         if groups:
             found["optimizer_states"] = [

@@ -9,12 +9,11 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import reprlib
 import zipfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,19 +27,16 @@ from composable_fsdp.storage.directory import (
 from composable_fsdp.storage.formats.files import (
     lazy_tensors,
     refusal,
-    require_bounded,
     require_uncompressed,
 )
 from composable_fsdp.storage.formats.nested import NestedSource
-from composable_fsdp.storage.manifest import LARGEST, Span
+from composable_fsdp.storage.manifest import LARGEST, Span, excerpt
 from composable_fsdp.storage.source import LazyTensor, TensorInfo
 
 METADATA = ".metadata"
 NOTES = "composable_fsdp.notes"
 """The key of what our converter saves beside, as JSON: ties and empty dictionaries."""
 PathOf = tuple[str | int, ...]
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel = 2
 
 
 class _Item(NamedTuple):
@@ -77,8 +73,13 @@ _UNREAD = frozenset(
 )
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
     """Knows the names of DCP's metadata and no others."""
+
+    # Python's own: the one in C makes a table as long as the largest number in a
+    # pickle. Without the opcode that allocates as many bytes as a pickle claims.
+    dispatch: ClassVar[Any] = dict(pickle._Unpickler.dispatch)
+    del dispatch[pickle.BYTEARRAY8[0]]
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class or function of a name. Raises: UnpicklingError."""
@@ -116,7 +117,6 @@ def open_dcp(directory: Path) -> NestedSource:
     file = inner_file(directory, METADATA)
     data = read_document(str(file))
     try:
-        require_bounded(data)
         # From memory: a read of a file allocates as many bytes as the pickle claims.
         metadata = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # A damaged pickle raises many kinds of errors.
@@ -162,7 +162,7 @@ def _values(
         if not isinstance(path, tuple) or not all(
             isinstance(part, str | int) for part in told
         ):
-            raise _Malformed(f"{_short(key)} lies at {_short(path)}")
+            raise _Malformed(f"{excerpt(key)} lies at {excerpt(path)}")
         if not isinstance(about, BytesStorageMetadata):
             yield key, path, _lazy(directory, reader, key, about, items)
             continue
@@ -182,7 +182,7 @@ def _lazy(
     """Return a tensor whose chunks cover every element exactly once."""
     info = TensorInfo(about.properties.dtype, _sizes(about.size))
     if not isinstance(info.dtype, torch.dtype):
-        raise _Malformed(f"the dtype of {key!r} is {_short(info.dtype)}")
+        raise _Malformed(f"the dtype of {key!r} is {excerpt(info.dtype)}")
     chunks, held = list[_Chunk](), 0
     for each in about.chunks:
         offsets, sizes = _sizes(each.offsets), _sizes(each.sizes)
@@ -220,8 +220,8 @@ def _items(directory: Path, storage: Any) -> dict[tuple[str, Any], _Item]:
         # Extensions such as compression: the bytes are not the saved object.
         if about.transform_descriptors:
             raise _Malformed(
-                f"{_short(fqn)} was written through "
-                f"{_short(about.transform_descriptors)}, which only the program that "
+                f"{excerpt(fqn)} was written through "
+                f"{excerpt(about.transform_descriptors)}, which only the program that "
                 "wrote it can undo"
             )
         # Once per file: the names in a hostile directory lead elsewhere.
@@ -233,7 +233,7 @@ def _items(directory: Path, storage: Any) -> dict[tuple[str, Any], _Item]:
         if begin + about.length > size:
             raise CheckpointError(
                 f"{path} has {size} bytes; expected {begin + about.length}, with the "
-                f"values of {_short(fqn)}. Copy the checkpoint again."
+                f"values of {excerpt(fqn)}. Copy the checkpoint again."
             )
         at = None if index.offset is None else _sizes(index.offset)
         found[fqn, at] = _Item(path, begin, about.length)
@@ -245,16 +245,8 @@ def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple) or not all(
         type(size) is int and 0 <= size <= LARGEST for size in value
     ):
-        raise _Malformed(f"{_short(value)} stands in place of sizes")
+        raise _Malformed(f"{excerpt(value)} stands in place of sizes")
     return tuple(value)
-
-
-def _short(value: Any) -> str:
-    """Return a shortened ``repr``."""
-    try:
-        return _SHORT.repr(value)
-    except ValueError:  # An integer with more digits than Python prints.
-        return f"a {type(value).__name__}"
 
 
 def _overlap(chunks: list[_Chunk], dims: int) -> _Chunk | None:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import pickle
-import pickletools
 import re
 import zipfile
 from collections.abc import Hashable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -21,15 +19,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.directory import (
-    bounded,
-    inner_file,
-    read_document,
-    require_document,
-)
+from composable_fsdp.storage.directory import inner_file, read_document
 from composable_fsdp.storage.formats.nested import NestedSource
 from composable_fsdp.storage.manifest import CODES, Span, require_storable
 from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
+from composable_fsdp.storage.values import MAX_DEPTH
 from composable_fsdp.storage.writer import bytes_of, header_of, in_host_memory
 
 END = ".safetensors"
@@ -263,7 +257,7 @@ class TorchSource(NestedSource):
     def require_checksums(self) -> None:
         # ``torch.load`` does not compare them (checked on torch 2.13).
         try:
-            with bounded(self.path) as file, zipfile.ZipFile(file) as archive:
+            with zipfile.ZipFile(self.path) as archive:
                 record = archive.testzip()
         except Exception as error:  # zipfile raises many kinds of errors.
             raise CheckpointError(
@@ -281,54 +275,10 @@ class TorchSource(NestedSource):
 def require_uncompressed(file: Path | IO[bytes]) -> None:
     """Raise zipfile.BadZipFile, naming the record, if a record is compressed."""
     # ``torch.save`` compresses none; mapped, packed bytes would be taken for values.
-    # Bytes in memory were judged before they were read.
-    opened = bounded(file) if isinstance(file, Path) else nullcontext(file)
-    with opened as found, zipfile.ZipFile(found) as archive:
+    with zipfile.ZipFile(file) as archive:
         for record in archive.infolist():
-            # torch reads the pickle whole; the tensors are in records beside it.
-            if record.filename.endswith("/data.pkl"):
-                require_document(record.filename, record.file_size)
-                require_bounded(archive.read(record))
             if record.compress_type != zipfile.ZIP_STORED:
                 raise zipfile.BadZipFile(f"record {record.filename!r} is compressed")
-
-
-_DEEPEST = 25
-"""The most tuples within one another; a key of as many may stand for 2 ** 25 items."""
-
-
-def require_bounded(data: bytes) -> None:
-    """Raise UnpicklingError for a pickle that takes any memory or time."""
-    # Readers call ``bytearray(n)`` with the number in the pickle, hash keys (tuples
-    # that share their halves stand for any number of items), and make a table as long
-    # as the largest number of a memoized value.
-    # The nesting of tuples in each value of the stack and of the memo.
-    stack: list[int] = []
-    marks: list[int] = []
-    memo: dict[Any, int] = {}
-    for opcode, argument, _ in pickletools.genops(data):
-        name = opcode.name
-        if name == "GLOBAL" and str(argument).endswith(" bytearray"):
-            raise pickle.UnpicklingError("global builtins.bytearray")
-        if "PUT" in name or name == "MEMOIZE":
-            number = len(memo) if argument is None else argument
-            if number > len(data):
-                raise pickle.UnpicklingError(f"value {number} of {len(data)} bytes")
-            memo[number] = stack[-1]
-        elif name in ("GET", "BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
-        elif name == "MARK":
-            marks.append(len(stack))
-        else:
-            before = opcode.stack_before
-            if pickletools.markobject in before:
-                at = marks.pop() - before.index(pickletools.markobject)
-            else:
-                at = len(stack) - len(before)
-            depth = max(stack[at:], default=0) + name.startswith("TUPLE")
-            if depth > _DEEPEST:
-                raise pickle.UnpicklingError(f"more than {_DEEPEST} tuples in a tuple")
-            stack[at:] = [depth] * len(opcode.stack_after)
 
 
 def refusal(what: object, error: Exception) -> CheckpointError:
@@ -352,8 +302,6 @@ def _first_line(error: Exception) -> str:
     return line if line.endswith(".") else f"{line}."
 
 
-_MAX_DEPTH = 100
-"""The deepest nesting that is read; a native checkpoint holds no deeper one."""
 _EXPANDED = 2**30
 """The bytes that tensors of few bytes in the file may stand for: saved masks."""
 
@@ -368,7 +316,7 @@ def lazy_tensors(value: Any, where: str, nbytes: int) -> Any:
         nonlocal left, space
         left -= 1
         problem = ""
-        if left < 0 or depth > _MAX_DEPTH:
+        if left < 0 or depth > MAX_DEPTH:
             problem = "more nested values than bytes, or too deep ones"
         elif isinstance(value, Tensor):
             found = _lazy_tensor(value, where)

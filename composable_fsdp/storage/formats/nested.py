@@ -240,15 +240,18 @@ def _tied(
     return kept, aliases
 
 
-def read_all(value: Any) -> Any:
-    """Return ``value`` with all tensors read."""
+def read_all(value: Any, read: dict[Hashable, Tensor] | None = None) -> Any:
+    """Return ``value`` with all tensors read; with ``read``, tied names share one."""
     if isinstance(value, LazyTensor):
-        # A clone, because ``read`` may return a view of a mapped file.
-        return value.read(0, value.info.numel).reshape(value.info.shape).clone()
+        if read is None:
+            return value.whole()
+        if value.storage not in read:
+            read[value.storage] = value.whole()
+        return read[value.storage]
     if isinstance(value, Mapping):
-        return {key: read_all(each) for key, each in value.items()}
+        return {key: read_all(each, read) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        items = [read_all(each) for each in value]
+        items = [read_all(each, read) for each in value]
         return items if isinstance(value, list) else tuple(items)
     return value
 
