@@ -106,17 +106,13 @@ class CheckpointWrapper(ActivationWrapper):
         """Run the wrapped module through ``checkpoint_fn``."""
         # Around the checkpoint: what it saves are the inputs, and nothing else.
         with offloaded() if self.offload else nullcontext():
-            return self._checkpointed(args, kwargs)
-
-    def _checkpointed(self, args: Any, kwargs: Any) -> Any:
-        """Run the wrapped module through ``checkpoint_fn``, without offload."""
-        # The reentrant mode takes positional arguments only; run_checkpointed repacks
-        # keyword arguments.
-        if self.checkpoint_impl is CheckpointImpl.REENTRANT:
+            if self.checkpoint_impl is CheckpointImpl.NO_REENTRANT:
+                return self.checkpoint_fn(self._wrapped, *args, **kwargs)
+            # The reentrant mode takes positional arguments only; run_checkpointed
+            # repacks keyword arguments.
             return run_checkpointed(
                 self._wrapped, args, kwargs, run=self._reentrant, use_reentrant=True
             )
-        return self.checkpoint_fn(self._wrapped, *args, **kwargs)
 
     def _reentrant(self, function: Any, *args: Any, use_reentrant: bool) -> Any:
         """Call ``checkpoint_fn`` without ``use_reentrant``, which is bound already."""
@@ -158,15 +154,10 @@ def checkpoint_wrapper(
     )
 
 
-def _always(module: nn.Module) -> bool:
-    """Accept every module; the default of ``check_fn``."""
-    return True
-
-
 def apply_activation_checkpointing(
     model: nn.Module,
     checkpoint_wrapper_fn: Callable[[nn.Module], nn.Module] = checkpoint_wrapper,
-    check_fn: Callable[[nn.Module], bool] = _always,
+    check_fn: Callable[[nn.Module], bool] = lambda module: True,
     auto_wrap_policy: AnyPolicy | None = None,
 ) -> None:
     """Wrap every selected module below ``model``, in place.

@@ -123,24 +123,21 @@ class FSDPModule(nn.Module):
     ) -> None:
         """Accept 1, the number of reduce buffers in flight; refuse a larger number.
 
-        Raises: CompositionError; TypeError, ValueError, for no positive integer.
+        Raises: CompositionError; ValueError, for no positive integer.
         """
         name = "set_reduce_scatter_max_input_buffers"
         # Other methods find the units, too, and refuse a module that lost its unit.
         settings.units_of(self, name, recurse=recurse)
         # True is an int in Python, and would silently mean 1.
-        if isinstance(max_input_buffers, bool) or not isinstance(
-            max_input_buffers, int
-        ):
-            raise TypeError(f"{name} expects an integer, got {max_input_buffers!r}.")
-        if max_input_buffers < 1:
-            raise ValueError(f"{name} expects at least 1, got {max_input_buffers}.")
+        if type(max_input_buffers) is not int or max_input_buffers < 1:
+            raise ValueError(
+                f"{name} expects an integer of at least 1, got {max_input_buffers!r}."
+            )
         if max_input_buffers > 1:
             _refuse(
                 f"{name}({max_input_buffers})",
                 "a rank has one reduce buffer, which gradients reach directly, without "
                 "a copy that could wait",
-                "Leave the call out",
             )
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -167,7 +164,6 @@ class FSDPModule(nn.Module):
                 "set_allocate_memory_from_process_group_for_comm(True)",
                 "collectives use the flat buffers of parameters and gradients and no "
                 "staging buffers",
-                "Leave the call out",
             )
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
@@ -176,15 +172,14 @@ class FSDPModule(nn.Module):
             f"set_symm_mem_for_comm({backend!r})",
             "collectives use the flat buffers of parameters and gradients, which are "
             "freed and allocated in each step",
-            "Leave the call out",
         )
 
 
-def _refuse(call: str, reason: str, way_out: str) -> NoReturn:
+def _refuse(call: str, reason: str) -> NoReturn:
     """Raise CompositionError for a method that this package cannot honor."""
     raise CompositionError(
         f"{call} is a setting of FSDP2 that flat buffers do not have: {reason}. "
-        f"{way_out}: no value depends on it."
+        "Leave the call out: no value depends on it."
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -77,17 +76,10 @@ def post_order_apply(
                 setattr(parent, name, made)
 
 
-@dataclass(frozen=True, slots=True)
-class _Wrapper:
-    """The arguments of ``enable_wrap``."""
-
-    wrapper_cls: Callable[..., nn.Module]
-    kwargs: Mapping[str, Any]
-
-
-# A context variable: threads and tasks that build models concurrently do not see each
-# other's block.
-_current: ContextVar[_Wrapper | None] = ContextVar("enable_wrap", default=None)
+# The class and the options of the block. A context variable: threads and tasks that
+# build models concurrently do not see each other's block.
+_current: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None]
+_current = ContextVar("enable_wrap", default=None)
 
 
 @contextmanager
@@ -107,7 +99,7 @@ def enable_wrap(
             "enable_wrap(wrapper_cls=...) expects a class or function that takes a "
             f"module, such as FullyShardedDataParallel, got {made!r}."
         )
-    token = _current.set(_Wrapper(wrapper_cls, wrapper_kwargs))
+    token = _current.set((wrapper_cls, wrapper_kwargs))
     try:
         yield
     finally:
@@ -131,7 +123,8 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     current = _current.get()
     if current is None:
         return module
-    return current.wrapper_cls(module, **{**current.kwargs, **wrap_overrides})
+    wrapper_cls, options = current
+    return wrapper_cls(module, **{**options, **wrap_overrides})
 
 
 # FSDP1's policies as functions: ``(module, recurse, nonwrapped_numel) -> bool``.

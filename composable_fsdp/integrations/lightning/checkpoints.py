@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,17 +21,13 @@ from torch.optim import Optimizer
 
 from composable_fsdp.comm.collectives import all_gather_object
 from composable_fsdp.comm.consensus import require_success_on_all_ranks
-from composable_fsdp.config import (
-    FullOptimStateDictConfig,
-    OptimStateKeyType,
-    StateDictType,
-)
+from composable_fsdp.config import OptimStateKeyType, StateDictType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.given_optimizers import full_state_dict, next_state
 from composable_fsdp.integrations.lightning.sharding import has_units
 from composable_fsdp.optim.keys import rekey_optim_state_dict
+from composable_fsdp.optim.legacy import full_optim_state_dict
 from composable_fsdp.optim.load import optim_state_dict_to_load
-from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.state_dict.settings import state_dict_type
 from composable_fsdp.storage.commit import Folder, newest_in
 from composable_fsdp.storage.convert import whole
@@ -78,17 +73,10 @@ def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, A
     """Return the state of the plain optimizer on the CPU of rank 0; else ``{}``."""
     if not has_units(module):
         return optimizer.state_dict()
-    full = StateDictType.FULL_STATE_DICT
-    config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    # The context leaves the settings of the user for other state dicts.
-    with state_dict_type(module, full, None, config):
-        state = optim_state_dict(module, optimizer)
-    if not state:
-        return {}
+    state = full_optim_state_dict(module, optimizer)
     # By number, as a plain optimizer: any strategy can load the file.
-    return rekey_optim_state_dict(
-        state, OptimStateKeyType.PARAM_ID, module, optim=optimizer
-    )
+    by_number = OptimStateKeyType.PARAM_ID
+    return state and rekey_optim_state_dict(state, by_number, module, optim=optimizer)
 
 
 def load_full_optimizer_state(
@@ -115,14 +103,45 @@ def restore_random(states: Sequence[dict[str, Any]], path: object) -> None:
         set_rng_state(states[rank], str(path))
 
 
-def read_full(path: str | os.PathLike[str], weights_only: bool | None) -> Any:
-    """Return the dictionary in a file of ``torch.save``, with tensors on the CPU.
+def require_form(path: str | os.PathLike[str], *, sharded: bool) -> None:
+    """Raise CheckpointError if a checkpoint of the other form may be at ``path``."""
+    if (os.path.isfile if sharded else os.path.isdir)(path):
+        has, is_a = "is a directory (a sharded checkpoint?)", "a full one is a file"
+        if sharded:
+            has, is_a = "is a file (a full checkpoint?)", "a sharded one is a directory"
+        raise CheckpointError(
+            f"{os.fspath(path)} {has}, and {is_a}. Remove it, or save under another "
+            "name (another dirpath or filename of ModelCheckpoint)."
+        )
+
+
+def read_full(
+    file: str | os.PathLike[str] | io.BytesIO,
+    weights_only: bool | None,
+    *,
+    name: str | os.PathLike[str] = "",
+) -> Any:
+    """Return the content of a file of ``torch.save``, with tensors on the CPU.
 
     Raises: CheckpointError, for objects in the file, unless ``weights_only`` is False.
     """
-    # Files of torch before 1.6 are no archives and cannot be mapped.
-    mapped = zipfile.is_zipfile(path)
-    return _unpickle(os.fspath(path), weights_only, mmap=mapped)
+    in_memory = isinstance(file, io.BytesIO)
+    try:
+        return torch.load(file, "cpu", weights_only=weights_only, mmap=not in_memory)
+    except Exception as error:
+        # Damaged and missing files keep their own errors.
+        text = str(error)
+        if "weights_only" not in text.lower():
+            raise
+        # torch names the class that its restricted reader refused.
+        found = re.search(r"GLOBAL ([\w.]+)", text)
+        raise CheckpointError(
+            f"{name or file} holds {found[1] if found else 'an object'}, which "
+            "torch.load refuses by default (weights_only=True): hyperparameters or "
+            "states of callbacks that are objects. If you trust the file, pass "
+            "weights_only=False to the strategy, or to load_from_checkpoint; or name "
+            "the class by torch.serialization.add_safe_globals."
+        ) from error
 
 
 def write_sharded(
@@ -141,12 +160,7 @@ def write_sharded(
         # ``save`` takes the path of rank 0, so only rank 0 looks at the directory.
         if not dist.is_initialized() or dist.get_rank() == 0:
             path = os.path.abspath(path)
-            if os.path.isfile(path):
-                raise CheckpointError(
-                    f"{path} is a file (a full checkpoint?), and a sharded checkpoint "
-                    "is a directory. Remove the file, or save under another name "
-                    "(another dirpath or filename of ModelCheckpoint)."
-                )
+            require_form(path, sharded=True)
             state = next_state(path)
             names = {id(each): name for name, each in module.named_parameters()}
             of_groups = [
@@ -229,10 +243,9 @@ def consolidate(
             f"{os.fspath(file)} exists already, and nothing is overwritten. Choose "
             "another name, or remove it first."
         )
-    checkpoint = read_whole(directory, weights_only)
     # Under another name first: a crash leaves no half of a checkpoint at ``file``.
     made = f"{os.fspath(file)}.tmp"
-    torch.save(checkpoint, made)
+    torch.save(read_whole(directory, weights_only), made)
     os.replace(made, file)
 
 
@@ -269,32 +282,6 @@ def _rest_of(
     written = extra.get(REST) if isinstance(extra, Mapping) else None
     if not isinstance(written, Tensor):
         return {}
-    rest = _unpickle(io.BytesIO(written.numpy().tobytes()), weights_only, at=path)
-    return rest if isinstance(rest, dict) else {}
-
-
-def _unpickle(
-    file: str | io.BytesIO,
-    weights_only: bool | None,
-    *,
-    mmap: bool = False,
-    at: str | os.PathLike[str] = "",
-) -> Any:
-    """Return ``torch.load`` of a file; say the way out if objects are refused."""
-    try:
-        return torch.load(file, "cpu", weights_only=weights_only, mmap=mmap)
-    except Exception as error:
-        # Damaged and missing files keep their own errors.
-        text = str(error)
-        if "weights_only" not in text.lower():
-            raise
-        # torch names the class that its restricted reader refused.
-        found = re.search(r"GLOBAL ([\w.]+)", text)
-        raise CheckpointError(
-            f"{file if isinstance(file, str) else os.fspath(at)} holds "
-            f"{found[1] if found else 'an object'}, which torch.load refuses by "
-            "default (weights_only=True): hyperparameters or states of callbacks that "
-            "are objects. If you trust the file, pass weights_only=False to the "
-            "strategy, or to load_from_checkpoint; or name the class by "
-            "torch.serialization.add_safe_globals."
-        ) from error
+    file = io.BytesIO(written.numpy().tobytes())
+    rest: dict[str, Any] = read_full(file, weights_only, name=path)
+    return rest

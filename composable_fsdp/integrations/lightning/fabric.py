@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
-from lightning.fabric.strategies import (
-    STRATEGY_REGISTRY,
-    DDPStrategy,
-    ParallelStrategy,
-)
+from lightning.fabric.plugins import precision as plugins
+from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from lightning.fabric.strategies.strategy import (
     _apply_filter,
     _BackwardSyncControl,
@@ -36,9 +32,7 @@ from composable_fsdp.integrations.lightning.strategy import (
 )
 
 
-class ComposableFSDPFabricStrategy(
-    ShardingStrategyMixin, ParallelStrategy, like=DDPStrategy
-):
+class ComposableFSDPFabricStrategy(ShardingStrategyMixin, DDPStrategy):
     """Shards modules with ``fully_shard`` in ``Fabric.setup``.
 
     Importing ``composable_fsdp.lightning`` also registers the names "composable_fsdp",
@@ -64,12 +58,7 @@ class ComposableFSDPFabricStrategy(
 
     @precision.setter
     def precision(self, plugin: Any) -> None:
-        self._precision = precision.for_fabric(plugin)
-
-    def setup_environment(self) -> None:
-        """Start the process group. Collective: the meeting of all ranks."""
-        super().setup_environment()
-        self._setup_distributed()
+        self._precision = precision.for_shards(plugin, plugins)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Do nothing before sharding: a whole model need not fit into a GPU."""
@@ -77,8 +66,8 @@ class ComposableFSDPFabricStrategy(
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the parameters that no unit holds; return ``module``."""
         # Fabric casts the inputs and the outputs of the module itself.
-        kind = getattr(self.precision, "precision", "")
-        shard(module, self._options_here(), precision.mixed_precision(kind))
+        mixed = precision.mixed_precision(self.precision)
+        shard(module, self._options_here(), mixed)
         move_to_device(module, self.root_device)
         return module
 
@@ -87,14 +76,14 @@ class ComposableFSDPFabricStrategy(
         shard_state(optimizer)
         return optimizer
 
-    def module_init_context(
-        self, empty_init: bool | None = None
-    ) -> AbstractContextManager[Any]:
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Create modules on the CPU, or on meta with ``empty_init``."""
-        stack = ExitStack()
-        stack.enter_context(torch.device("meta") if empty_init else nullcontext())
-        stack.enter_context(self.precision.module_init_context())
-        return stack
+        with (
+            torch.device("meta") if empty_init else nullcontext(),
+            self.precision.module_init_context(),
+        ):
+            yield
 
     def clip_gradients_norm(
         self,
@@ -170,13 +159,7 @@ class ComposableFSDPFabricStrategy(
         if checkpoints.is_sharded_checkpoint(path):
             return self._load_sharded(path, state, strict, weights_only)
         with checkpoints.alike_on_all_ranks():
-            found: dict[str, Any]
-            if os.path.isfile(path):
-                found = checkpoints.read_full(path, weights_only)
-            else:
-                found = self.checkpoint_io.load_checkpoint(
-                    path, weights_only=weights_only
-                )
+            found: dict[str, Any] = self._read_file(path, weights_only)
             if not state:
                 return found
             # ``fabric.load_raw``: the file is the state dict itself.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from datetime import timedelta
+import os
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,9 +15,12 @@ from torchmetrics import Metric
 
 from composable_fsdp.config import HYBRID, CPUOffload, ShardingStrategy
 from composable_fsdp.entries.fully_shard import FSDP2_NAMES, fully_shard, unknown_text
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import find_leaf
+from composable_fsdp.integrations.lightning import checkpoints
 from composable_fsdp.integrations.lightning.sharding import AUTO
 from composable_fsdp.planning.options import by_name
+from composable_fsdp.storage.directory import MANIFEST
 
 NAMES: dict[str, dict[str, Any]] = {
     "composable_fsdp": {},
@@ -27,13 +29,12 @@ NAMES: dict[str, dict[str, Any]] = {
 }
 """Names for ``strategy=``, with the arguments that they stand for."""
 
-_BORROWED = (
-    *("root_device", "num_nodes", "num_processes", "distributed_sampler_kwargs"),
-    *("process_group_backend", "get_process_group_backend", "configure_launcher"),
-    *("setup_distributed", "set_world_ranks", "determine_ddp_device_ids"),
-    *("all_reduce", "barrier", "broadcast"),
+_LIGHTNINGS = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"),
+    *("precision", "precision_plugin", "process_group_backend", "timeout"),
+    "start_method",
 )
-"""What the strategies have from ``DDPStrategy``, where some have an underscore."""
+"""Arguments of Lightning's ``DDPStrategy`` that do not concern DDP."""
 
 FULL, SHARDED = STATE_DICT_TYPES = ("full", "sharded")
 
@@ -47,7 +48,9 @@ _ORIGIN = "these are names of torch's FSDP and of Lightning's FSDPStrategy: {}"
 
 
 class ShardingStrategyMixin:
-    """The arguments of both strategies; stands before Lightning's ``ParallelStrategy``.
+    """The arguments of both strategies; stands before Lightning's ``DDPStrategy``.
+
+    From ``DDPStrategy`` come the processes, the group and its functions.
 
     Args:
         state_dict_type: "full" (default): a checkpoint is a file as of any strategy,
@@ -70,16 +73,15 @@ class ShardingStrategyMixin:
     """
 
     root_device: torch.device
+    num_nodes: int
     num_processes: int
+    checkpoint_io: Any
 
     def __init__(
         self,
         *,
         state_dict_type: str = FULL,
         forward_methods: tuple[str, ...] = (),
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        start_method: str = "popen",
         **sharding: Any,
     ) -> None:
         api = type(self).__name__
@@ -88,12 +90,13 @@ class ShardingStrategyMixin:
                 f"{api} expects state_dict_type='full' (a file) or 'sharded' (a "
                 f"directory, each rank writes its part), got {state_dict_type!r}."
             )
-        own = inspect.signature(super().__init__).parameters
+        theirs = inspect.signature(super().__init__).parameters
+        own = [name for name in _LIGHTNINGS if name in theirs]
         super().__init__(**{n: sharding.pop(n) for n in own if n in sharding})
         # In the constructor: at the first fit, errors come from within Lightning.
         # fully_shard would name its own arguments alone, and not those of the strategy.
-        mine = ShardingStrategyMixin.__init__.__kwdefaults__ or {}
-        taken = [*mine, *own, *inspect.signature(fully_shard).parameters]
+        taken = ["state_dict_type", "forward_methods", *own]
+        taken += inspect.signature(fully_shard).parameters
         taken = [name for name in taken if name not in ("module", "if_sharded")]
         if unknown := sorted(sharding.keys() - set(taken)):
             raise TypeError(unknown_text(unknown, taken, api, _OTHER_NAMES, _ORIGIN))
@@ -115,18 +118,6 @@ class ShardingStrategyMixin:
             )
         self._state_dict_type = state_dict_type
         self.forward_methods = tuple(forward_methods)
-        # Names that the methods of DDPStrategy read.
-        self._process_group_backend = process_group_backend
-        self._timeout, self._start_method = timeout, start_method
-        self._num_nodes = 1
-
-    def __init_subclass__(cls, like: type | None = None, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # Processes start and meet as those of DDPStrategy do. A subclass of DDPStrategy
-        # would be taken for DDP where Lightning asks isinstance.
-        for name, value in vars(like).items() if like is not None else ():
-            if name.removeprefix("_") in _BORROWED:
-                setattr(cls, name, value)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -144,7 +135,7 @@ class ShardingStrategyMixin:
         is_hybrid = chosen.get("strategy") in HYBRID
         if mesh is None and chosen.get("process_group") is None and is_hybrid:
             # Lightning's own launcher does not tell the ranks per node to torch.
-            mesh = (self._num_nodes, self.num_processes)
+            mesh = (self.num_nodes, self.num_processes)
         if isinstance(mesh, tuple):
             # fully_shard reads a mesh by position; names are for a reader of messages.
             chosen["device_mesh"] = init_device_mesh(
@@ -153,6 +144,21 @@ class ShardingStrategyMixin:
                 mesh_dim_names=("replicate", "shard")[-len(mesh) :],
             )
         return chosen
+
+    def _read_file(self, path: str, weights_only: bool | None) -> Any:
+        """Return the content of a full checkpoint."""
+        if os.path.isdir(path):
+            raise CheckpointError(
+                f"{path} is a directory without {MANIFEST}; expected a file, or a "
+                "directory that state_dict_type='sharded' wrote. If Lightning's "
+                "FSDPStrategy or ModelParallelStrategy wrote it, run python -m "
+                f"lightning.pytorch.utilities.consolidate_checkpoint {path}, and pass "
+                "the file that it writes."
+            )
+        if os.path.isfile(path):
+            return checkpoints.read_full(path, weights_only)
+        # Missing, or remote: Lightning's own reader knows URLs.
+        return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 
 
 def move_to_device(module: nn.Module, device: torch.device) -> None:
