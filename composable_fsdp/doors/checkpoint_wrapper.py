@@ -22,7 +22,6 @@ from composable_fsdp.naming import CHECKPOINTED_MODULE
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.options import by_name
 from composable_fsdp.planning.policies import AnyPolicy, evaluate_policy
-from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks
 
 __all__ = [
     "CheckpointImpl",
@@ -43,21 +42,15 @@ class CheckpointImpl(Enum):
 class ActivationWrapper(PlainNames):
     """Base class of wrappers that change how a module's activations are kept."""
 
+    _component = CHECKPOINTED_MODULE
+
     def __init__(self, mod: nn.Module) -> None:
         super().__init__()
         if not isinstance(mod, nn.Module):
             raise TypeError(
                 f"{type(self).__name__} expects a module, got a {type(mod).__name__}."
             )
-        setattr(self, CHECKPOINTED_MODULE, mod)
-        install_wrapper_hooks(self, CHECKPOINTED_MODULE)
-
-    @property
-    def _wrapped(self) -> nn.Module:
-        """Return the wrapped module."""
-        wrapped = self._modules[CHECKPOINTED_MODULE]
-        assert wrapped is not None
-        return wrapped
+        self._hold(mod)
 
     def __getattr__(self, name: str) -> Any:
         """Return the attribute of the wrapped module, if the wrapper has none."""

@@ -5,23 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
-from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import quoted, strip_wrapper
+from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.policies import is_named
+from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks
 
 
 class PlainNames(nn.Module):
     """A wrapper that shows the names and the items of the module that it wraps."""
 
+    _component: ClassVar[str]
+    """The attribute that holds the wrapped module."""
+
     @property
     def _wrapped(self) -> nn.Module:
         """Return the wrapped module."""
-        raise NotImplementedError
+        wrapped = self._modules[self._component]
+        assert wrapped is not None
+        return wrapped
+
+    def _hold(self, module: nn.Module) -> None:
+        """Wrap ``module``."""
+        setattr(self, self._component, module)
+        install_wrapper_hooks(self, self._component)
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module, for a wrapped ``nn.Sequential``."""
@@ -44,19 +54,10 @@ def post_order_apply(
 ) -> None:
     """Call ``fn(module, options)`` for each target, after all targets below.
 
-    Each module is visited once; a replacement that ``fn`` returns takes its place under
-    every name and parent. ``root`` is skipped: only the caller can replace it.
-
-    Raises: PlanError, before any call, if a target is not below ``root``; TypeError, if
-        ``fn`` returns neither a module nor None.
+    A replacement that ``fn`` returns takes the module's place under every name and
+    parent. ``root`` is skipped: only the caller can replace it.
     """
     order = walk.post_order(root)
-    # Check all targets before the first change of the tree.
-    for foreign in targets.keys() - set(order):
-        raise PlanError(
-            f"post_order_apply got a {type(foreign).__name__} that is not below the "
-            f"{type(root).__name__}; targets come from a policy asked about that tree."
-        )
     # Find all places before the first change: a replacement hides the module inside.
     places: dict[nn.Module, list[walk.Edge]] = {module: [] for module in targets}
     for parent in order:
@@ -65,13 +66,7 @@ def post_order_apply(
                 places[edge.child].append(edge)
     for module in order:
         if module is not root and module in targets:
-            made: object = fn(module, dict(targets[module]))
-            if made is not None and not isinstance(made, nn.Module):
-                raise TypeError(
-                    "post_order_apply expects fn to return a module or None, got "
-                    f"{made!r} for the {type(module).__name__} that its parent calls "
-                    f"{quoted(places[module][0].name)}."
-                )
+            made = fn(module, dict(targets[module]))
             for parent, name, _ in places[module] if made is not None else ():
                 setattr(parent, name, made)
 

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import composable_fsdp as cf
-from composable_fsdp.doors.fsdp2_module import FSDPModule
 from composable_fsdp.naming import listed
 from tests.support.models import tiny_mlp
 from tests.support.reference import backward
