@@ -179,7 +179,10 @@ def _refused(name: str, value: object, expected: str) -> ValueError:
 
 def _policy(given: Mapping[str, Any]) -> object:
     """Return the policy that three settings describe; None stands for no units."""
-    size = _whole("min_num_params", given.get("min_num_params") or 0)
+    size = given.get("min_num_params") or 0
+    # True is a number for Python; ``isdigit`` refuses a sign and a fraction.
+    if isinstance(size, bool) or not str(size).isdigit():
+        raise _refused("min_num_params", size, "a whole number of at least 0")
     classes = given.get("transformer_layer_cls_to_wrap") or None
     kind = given.get("auto_wrap_policy")
     # The plugin takes a function; the files have one of three texts.
@@ -187,13 +190,15 @@ def _policy(given: Mapping[str, Any]) -> object:
         return kind
     # The Trainer's default ignores a size without a word; here a size has its effect.
     if kind is None:
-        kind = "SIZE_BASED_WRAP" if size and not classes else "TRANSFORMER_BASED_WRAP"
+        kind = (
+            "SIZE_BASED_WRAP" if int(size) and not classes else "TRANSFORMER_BASED_WRAP"
+        )
     # Files list classes in one text, with commas.
     if isinstance(classes, str):
         classes = [name.strip() for name in classes.split(",") if name.strip()]
     policies: dict[str, Callable[[], object]] = {
         "TRANSFORMER_BASED_WRAP": lambda: NoSplitPolicy(classes),
-        "SIZE_BASED_WRAP": lambda: SizePolicy(size),
+        "SIZE_BASED_WRAP": lambda: SizePolicy(int(size)),
         "NO_WRAP": lambda: None,
     }
     if str(kind).upper() not in policies:
@@ -204,8 +209,6 @@ def _policy(given: Mapping[str, Any]) -> object:
 
 def _flag(name: str, value: object) -> bool:
     """Return a bool, which may be written as text."""
-    if isinstance(value, bool):
-        return value
     # YAML and environment variables give texts, and numbers for truth values.
     texts = {"true": True, "false": False, "1": True, "0": False}
     if str(value).lower() not in texts:
@@ -213,25 +216,17 @@ def _flag(name: str, value: object) -> bool:
     return texts[str(value).lower()]
 
 
-def _whole(name: str, value: object) -> int:
-    """Return a number of at least 0, which may be written as text."""
-    # True is a number for Python; ``isdigit`` refuses a sign and a fraction.
-    if isinstance(value, bool) or not str(value).isdigit():
-        raise _refused(name, value, "a whole number of at least 0")
-    return int(str(value))
-
-
 def _member(kind: type[E], name: str, value: object) -> E:
     """Return the member of ``kind`` with the name or the number ``value``."""
     # An enumeration of torch's FSDP has members of the same names.
     text = str(getattr(value, "name", value)).upper().removeprefix("_")
-    # Files of older versions have the number of a member, counted from 1.
-    for number, member in enumerate(kind, start=1):
-        if text in (member.name.removeprefix("_"), str(number)):
-            return member
     # Without the underscore that FSDP1 has in one name, as accelerate writes it.
-    names = ", ".join(member.name.removeprefix("_") for member in kind)
-    raise _refused(name, value, f"one of {names}")
+    members = {member.name.removeprefix("_"): member for member in kind}
+    # Files of older versions have the number of a member, counted from 1.
+    numbers = {str(at): member for at, member in enumerate(kind, start=1)}
+    if text not in members | numbers:
+        raise _refused(name, value, f"one of {', '.join(members)}")
+    return (members | numbers)[text]
 
 
 def _strategy(name: str, value: object) -> dict[str, Any]:

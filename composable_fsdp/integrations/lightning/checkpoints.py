@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composable_fsdp.comm.collectives import all_gather_object
 from composable_fsdp.comm.consensus import require_success_on_all_ranks
 from composable_fsdp.config import OptimStateKeyType, StateDictType
 from composable_fsdp.errors import CheckpointError
@@ -35,14 +34,11 @@ from composable_fsdp.storage.formats.nested import nested_tree
 from composable_fsdp.storage.load import LoadOptions, load
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.save import SaveOptions, save
-from composable_fsdp.storage.stateful import rng_state, set_rng_state
 
 REST = "lightning"
 """The key in ``extra`` of the bytes of everything but model and optimizers."""
 NAMES = "composable_fsdp_optimizers"
 """The key in the rest of the parameter names of each optimizer, group by group."""
-RANDOM = "composable_fsdp_random_states"
-"""The key in a full checkpoint of Fabric of the random states, rank by rank."""
 
 
 @contextmanager
@@ -88,19 +84,6 @@ def load_full_optimizer_state(
         return
     with state_dict_type(module, StateDictType.FULL_STATE_DICT):
         optim_state_dict_to_load(module, optimizer, state, load_directly=True)
-
-
-def random_states() -> list[dict[str, Any]]:
-    """Return the random states of all ranks. Collective: an all-gather of objects."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    return [rng_state()] if world is None else all_gather_object(rng_state(), world)
-
-
-def restore_random(states: Sequence[dict[str, Any]], path: object) -> None:
-    """Set this rank's generators as saved; a rank that did not save keeps its own."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if rank < len(states):
-        set_rng_state(states[rank], str(path))
 
 
 def require_form(path: str | os.PathLike[str], *, sharded: bool) -> None:

@@ -36,6 +36,7 @@ from composable_fsdp.integrations.lightning.strategy import (
     ShardingStrategyMixin,
     move_to_device,
 )
+from composable_fsdp.naming import listed
 from composable_fsdp.runtime.hooks import call_method
 from composable_fsdp.tree.traversal import _get_unit_state
 
@@ -184,8 +185,23 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, DDPStrategy):
                 checkpoints.require_form(path, sharded=False)
                 super().save_checkpoint(checkpoint, path, storage_options)
             return
+        # Lightning sets its default CheckpointIO by itself.
+        is_default = type(self._checkpoint_io) in (type(None), TorchCheckpointIO)
         with checkpoints.alike_on_all_ranks():
-            self._require_plain(checkpoint, storage_options)
+            # A hook of the user changed the dictionary, and expects it to be saved.
+            if checkpoint.get("state_dict"):
+                raise CheckpointError(
+                    f"on_save_checkpoint put {listed(checkpoint['state_dict'])} into "
+                    "checkpoint['state_dict'], which is empty for a sharded checkpoint:"
+                    " each rank writes its own weights. Put other values under another "
+                    "key of checkpoint, or pass state_dict_type='full'."
+                )
+            if storage_options is not None or not is_default:
+                raise CheckpointError(
+                    "Each rank writes its part of a sharded checkpoint, without a "
+                    "CheckpointIO. Leave CheckpointIO and storage_options away, or "
+                    "pass state_dict_type='full'."
+                )
         # Without the key, the callback asked for weights alone.
         optimizers = self.optimizers if "optimizer_states" in checkpoint else None
         left_out = ("state_dict", "optimizer_states")
@@ -272,26 +288,6 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, DDPStrategy):
         if resumes:
             rest["optimizer_states"] = []
         return {"state_dict": {}, **rest, _LOADED: True}
-
-    def _require_plain(self, checkpoint: dict[str, Any], storage_options: Any) -> None:
-        """Refuse arguments without a meaning for a sharded checkpoint."""
-        # A hook of the user changed the dictionary, and expects the change to be saved.
-        if checkpoint.get("state_dict"):
-            raise CheckpointError(
-                "on_save_checkpoint put "
-                f"{', '.join(list(checkpoint['state_dict'])[:3])} into "
-                "checkpoint['state_dict'], which is empty for a sharded checkpoint: "
-                "each rank writes its own weights. Put other values under another key "
-                "of checkpoint, or pass state_dict_type='full'."
-            )
-        # Lightning sets its default CheckpointIO by itself.
-        is_default = type(self._checkpoint_io) in (type(None), TorchCheckpointIO)
-        if storage_options is not None or not is_default:
-            raise CheckpointError(
-                "A sharded checkpoint is written by every rank into a directory, and "
-                "not by a CheckpointIO. Leave CheckpointIO and storage_options away, "
-                "or pass state_dict_type='full'."
-            )
 
 
 def _reads_shards(own: Any) -> Any:
