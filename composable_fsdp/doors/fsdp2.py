@@ -33,7 +33,6 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import quoted
 from composable_fsdp.state_dict.settings import set_unit_type
-from composable_fsdp.tree.state import _FSDPState
 
 P = ParamSpec("P")
 
@@ -51,7 +50,7 @@ class FullyShard(Protocol[P]):
         self, module: Sequence[nn.Module], *args: P.args, **kwargs: P.kwargs
     ) -> list[FSDPModule]: ...
 
-    def state(self, module: nn.Module) -> _FSDPState | None:
+    def state(self, module: nn.Module) -> Any | None:
         """Return the state of the unit ``module``; None if the module is no unit."""
 
 

@@ -313,10 +313,14 @@ _SAME = {
 }
 """Names of the plugin, and the names of the same settings in ``fsdp_config``."""
 
-_FLAGS = ("activation_checkpointing", "forward_prefetch", "limit_all_gathers")
-_FLAGS += ("sync_module_states", "use_orig_params")
-_OTHERS = ("activation_checkpointing_offload", "xla", "xla_fsdp_grad_ckpt")
-_OTHERS += ("xla_fsdp_settings", "xla_fsdp_v2")
+_FLAGS = (
+    *("activation_checkpointing", "forward_prefetch", "limit_all_gathers"),
+    *("sync_module_states", "use_orig_params"),
+)
+_OTHERS = (
+    *("activation_checkpointing_offload", "xla", "xla_fsdp_grad_ckpt"),
+    *("xla_fsdp_settings", "xla_fsdp_v2"),
+)
 _UNITS = ("auto_wrap_policy", "min_num_params", "transformer_layer_cls_to_wrap")
 
 _READERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {

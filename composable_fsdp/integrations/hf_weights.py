@@ -79,7 +79,7 @@ def save_pretrained(
     adapter = has_adapters(model) and not merged
     if merged:
         require_merged(model)
-    base = _base_of(model) if merged else model
+    base: Any = _base_of(model) if merged else model
     first = team_of(model, "save_pretrained").rank == 0
     values = adapter_values(model, keeps=first) if adapter else {}
     save: Callable[[], object] = partial(

@@ -225,7 +225,7 @@ def _parts(state: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     return modules, optimizers, rest
 
 
-def _only_module(modules: dict[str, Any], state: dict[str, Any]) -> nn.Module:
+def _only_module(modules: dict[str, nn.Module], state: dict[str, Any]) -> nn.Module:
     """Return the module of ``state``. Raises: CheckpointError, unless there is one."""
     if len(modules) != 1:
         raise CheckpointError(

@@ -66,5 +66,7 @@ def mixed_precision(plugin: Any) -> MixedPrecision | None:
     # In half precision throughout (bf16-true), units have nothing to convert.
     dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
     dtype = dtypes.get(getattr(plugin, "precision", ""))
+    if dtype is None:
+        return None
     # Sums over many ranks lose too much in half precision, and overflow in float16.
-    return dtype and MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
+    return MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
