@@ -30,6 +30,7 @@ from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.state_dict.settings import state_dict_type
 from composable_fsdp.storage.commit import Folder, newest_in
 from composable_fsdp.storage.convert import whole
+from composable_fsdp.storage.directory import MANIFEST
 from composable_fsdp.storage.formats.nested import nested_tree
 from composable_fsdp.storage.load import LoadOptions, load
 from composable_fsdp.storage.opening import open_source
@@ -125,6 +126,20 @@ def read_full(
             "weights_only=False to the strategy, or to load_from_checkpoint; or name "
             "the class by torch.serialization.add_safe_globals."
         ) from error
+
+
+def read_file(path: str, weights_only: bool | None, checkpoint_io: Any) -> Any:
+    """Return the content of a full checkpoint; ``checkpoint_io`` knows URLs."""
+    if os.path.isdir(path):
+        raise CheckpointError(
+            f"{path} is a directory without {MANIFEST}; expected a file or a directory "
+            "that state_dict_type='sharded' wrote. If Lightning's FSDPStrategy or "
+            "ModelParallelStrategy wrote it, run python -m lightning.pytorch.utilities."
+            f"consolidate_checkpoint {path}, and pass the file that it writes."
+        )
+    if os.path.isfile(path):
+        return read_full(path, weights_only)
+    return checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 
 
 def write_sharded(

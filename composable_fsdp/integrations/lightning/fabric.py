@@ -167,7 +167,9 @@ class ComposableFSDPFabricStrategy(ShardingStrategyMixin, DDPStrategy):
         if checkpoints.is_sharded_checkpoint(path):
             return self._load_sharded(path, state, strict, weights_only)
         with checkpoints.alike_on_all_ranks():
-            found: dict[str, Any] = self._read_file(path, weights_only)
+            found: dict[str, Any] = checkpoints.read_file(
+                path, weights_only, self.checkpoint_io
+            )
             if not state:
                 return found
             # ``fabric.load_raw``: the file is the state dict itself.

@@ -77,15 +77,22 @@ def shard(
     # says itself which inputs are cast.
     dtype = mixed_precision and mixed_precision.param_dtype
     if dtype and own_precision is None and has_one_root:
-        # Parameters that the root holds are gathered in half precision, and layers such
-        # as LayerNorm refuse inputs of another dtype on a CPU, under autocast, too.
-        cast = partial(_cast_inputs, dtype)
-        for child in _callable_parts(module):
-            left_out = child in ignored or next(child.parameters(), None) is None
-            # A fit after a fit must not register the pre-hook again.
-            if not left_out and child not in _cast_here:
-                child.register_forward_pre_hook(cast, with_kwargs=True)
-                _cast_here.add(child)
+        _cast_children(module, dtype, ignored)
+
+
+def _cast_children(
+    module: nn.Module, dtype: torch.dtype, ignored: list[nn.Module]
+) -> None:
+    """Have the children of ``module`` cast floating point inputs, once per child."""
+    # Parameters that the root holds are gathered in half precision, and layers such
+    # as LayerNorm refuse inputs of another dtype on a CPU, under autocast, too.
+    cast = partial(_cast_inputs, dtype)
+    for child in _callable_parts(module):
+        left_out = child in ignored or next(child.parameters(), None) is None
+        # A fit after a fit must not register the pre-hook again.
+        if not left_out and child not in _cast_here:
+            child.register_forward_pre_hook(cast, with_kwargs=True)
+            _cast_here.add(child)
 
 
 def _children(module: nn.Module, kept: set[int]) -> list[nn.Module]:

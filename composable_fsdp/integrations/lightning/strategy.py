@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from functools import partial
 from typing import Any
 
@@ -15,12 +14,9 @@ from torchmetrics import Metric
 
 from composable_fsdp.config import HYBRID, CPUOffload, ShardingStrategy
 from composable_fsdp.entries.fully_shard import FSDP2_NAMES, fully_shard, unknown_text
-from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.integrations.lightning import checkpoints
 from composable_fsdp.integrations.lightning.sharding import AUTO
 from composable_fsdp.planning.options import by_name
-from composable_fsdp.storage.directory import MANIFEST
 
 NAMES: dict[str, dict[str, Any]] = {
     "composable_fsdp": {},
@@ -75,7 +71,6 @@ class ShardingStrategyMixin:
     root_device: torch.device
     num_nodes: int
     num_processes: int
-    checkpoint_io: Any
 
     def __init__(
         self,
@@ -144,21 +139,6 @@ class ShardingStrategyMixin:
                 mesh_dim_names=("replicate", "shard")[-len(mesh) :],
             )
         return chosen
-
-    def _read_file(self, path: str, weights_only: bool | None) -> Any:
-        """Return the content of a full checkpoint."""
-        if os.path.isdir(path):
-            raise CheckpointError(
-                f"{path} is a directory without {MANIFEST}; expected a file, or a "
-                "directory that state_dict_type='sharded' wrote. If Lightning's "
-                "FSDPStrategy or ModelParallelStrategy wrote it, run python -m "
-                f"lightning.pytorch.utilities.consolidate_checkpoint {path}, and pass "
-                "the file that it writes."
-            )
-        if os.path.isfile(path):
-            return checkpoints.read_full(path, weights_only)
-        # Missing, or remote: Lightning's own reader knows URLs.
-        return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 
 
 def move_to_device(module: nn.Module, device: torch.device) -> None:

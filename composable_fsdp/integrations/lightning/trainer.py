@@ -222,7 +222,9 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, DDPStrategy):
         if checkpoints.is_sharded_checkpoint(path):
             return self._load_sharded(path, weights_only)
         with checkpoints.alike_on_all_ranks():
-            found: dict[str, Any] = self._read_file(path, weights_only)
+            found: dict[str, Any] = checkpoints.read_file(
+                path, weights_only, self.checkpoint_io
+            )
             return found
 
     def load_model_state_dict(
