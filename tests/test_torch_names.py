@@ -55,10 +55,10 @@ OF_OTHERS = {
     # Of the standard library, of dicts that torch returns, of objects that torch
     # makes with a process group, and of parameters that DDP or a subclass marks.
     *("_asdict", "_fields", "_metadata", "_module_parameters", "_process_group"),
-    *("_ddp_ignored", "_in_backward_optimizers", "_is_param"),
+    *("_ddp_ignored", "_in_backward_optimizers", "_is_param", "_timeout"),
     # Of Lightning and accelerate, whose tests have an environment of their own.
-    *("_checkpoint_io", "_layer_sync", "_models", "_redirection_through_forward"),
-    *("_reset_optimizers_and_schedulers", "_setup_distributed"),
+    *("_checkpoint_io", "_compiler_ctx", "_layer_sync", "_redirection_through_forward"),
+    "_reset_optimizers_and_schedulers",
 }
 
 

@@ -22,7 +22,6 @@ from composable_fsdp.naming import CHECKPOINTED_MODULE
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.options import by_name
 from composable_fsdp.planning.policies import AnyPolicy, evaluate_policy
-from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks
 
 __all__ = [
     "CheckpointImpl",
@@ -43,21 +42,15 @@ class CheckpointImpl(Enum):
 class ActivationWrapper(PlainNames):
     """Base class of wrappers that change how a module's activations are kept."""
 
+    _component = CHECKPOINTED_MODULE
+
     def __init__(self, mod: nn.Module) -> None:
         super().__init__()
         if not isinstance(mod, nn.Module):
             raise TypeError(
                 f"{type(self).__name__} expects a module, got a {type(mod).__name__}."
             )
-        setattr(self, CHECKPOINTED_MODULE, mod)
-        install_wrapper_hooks(self, CHECKPOINTED_MODULE)
-
-    @property
-    def _wrapped(self) -> nn.Module:
-        """Return the wrapped module."""
-        wrapped = self._modules[CHECKPOINTED_MODULE]
-        assert wrapped is not None
-        return wrapped
+        self._hold(mod)
 
     def __getattr__(self, name: str) -> Any:
         """Return the attribute of the wrapped module, if the wrapper has none."""
@@ -106,17 +99,13 @@ class CheckpointWrapper(ActivationWrapper):
         """Run the wrapped module through ``checkpoint_fn``."""
         # Around the checkpoint: what it saves are the inputs, and nothing else.
         with offloaded() if self.offload else nullcontext():
-            return self._checkpointed(args, kwargs)
-
-    def _checkpointed(self, args: Any, kwargs: Any) -> Any:
-        """Run the wrapped module through ``checkpoint_fn``, without offload."""
-        # The reentrant mode takes positional arguments only; run_checkpointed repacks
-        # keyword arguments.
-        if self.checkpoint_impl is CheckpointImpl.REENTRANT:
+            if self.checkpoint_impl is CheckpointImpl.NO_REENTRANT:
+                return self.checkpoint_fn(self._wrapped, *args, **kwargs)
+            # The reentrant mode takes positional arguments only; run_checkpointed
+            # repacks keyword arguments.
             return run_checkpointed(
                 self._wrapped, args, kwargs, run=self._reentrant, use_reentrant=True
             )
-        return self.checkpoint_fn(self._wrapped, *args, **kwargs)
 
     def _reentrant(self, function: Any, *args: Any, use_reentrant: bool) -> Any:
         """Call ``checkpoint_fn`` without ``use_reentrant``, which is bound already."""
@@ -158,15 +147,10 @@ def checkpoint_wrapper(
     )
 
 
-def _always(module: nn.Module) -> bool:
-    """Accept every module; the default of ``check_fn``."""
-    return True
-
-
 def apply_activation_checkpointing(
     model: nn.Module,
     checkpoint_wrapper_fn: Callable[[nn.Module], nn.Module] = checkpoint_wrapper,
-    check_fn: Callable[[nn.Module], bool] = _always,
+    check_fn: Callable[[nn.Module], bool] = lambda module: True,
     auto_wrap_policy: AnyPolicy | None = None,
 ) -> None:
     """Wrap every selected module below ``model``, in place.

@@ -8,18 +8,8 @@ from opcode import opmap
 from types import ModuleType
 
 _MODULES = (
-    "access",
-    "api",
-    "doors.checkpoint_wrapper",
-    "errors",
-    "features",
-    "fsdp2",
-    "fully_sharded_data_parallel",
-    "optim",
-    "state_dict",
-    "storage",
-    "tools",
-    "wrap",
+    *("access", "api", "doors.checkpoint_wrapper", "errors", "features", "fsdp2"),
+    *("fully_sharded_data_parallel", "optim", "state_dict", "storage", "tools", "wrap"),
 )
 """The modules with the public names that ``composable_fsdp`` lacks."""
 
@@ -46,9 +36,12 @@ def submodule(name: str) -> ModuleType:
             if error.name != full:
                 raise
     text = f"module 'composable_fsdp' has no attribute {name!r}"
-    home = next((home for home in _MODULES if name in _names(home)), None)
-    if home is not None:
-        text += f". Import {name} from composable_fsdp.{home}"
+    names = {
+        home: import_module(f"composable_fsdp.{home}").__all__ for home in _MODULES
+    }
+    homes = [home for home in _MODULES if name in names[home]]
+    if homes:
+        text += f". Import {name} from composable_fsdp.{homes[0]}"
         text += f", with its fully_shard; here: {_OWN[name]}." if name in _OWN else "."
         # ``from ... import`` would replace an AttributeError by an error without the
         # way out, and ``hasattr`` lets an ImportError through.
@@ -56,9 +49,3 @@ def submodule(name: str) -> ModuleType:
         if caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]:
             raise ImportError(text, name=name)
     raise AttributeError(text)
-
-
-def _names(home: str) -> list[str]:
-    """Return the public names of a module of the package."""
-    names: list[str] = import_module(f"composable_fsdp.{home}").__all__
-    return names

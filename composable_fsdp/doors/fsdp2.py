@@ -33,7 +33,6 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import quoted
 from composable_fsdp.state_dict.settings import set_unit_type
-from composable_fsdp.tree.state import _FSDPState
 
 P = ParamSpec("P")
 
@@ -51,7 +50,7 @@ class FullyShard(Protocol[P]):
         self, module: Sequence[nn.Module], *args: P.args, **kwargs: P.kwargs
     ) -> list[FSDPModule]: ...
 
-    def state(self, module: nn.Module) -> _FSDPState | None:
+    def state(self, module: nn.Module) -> Any | None:
         """Return the state of the unit ``module``; None if the module is no unit."""
 
 
@@ -211,22 +210,18 @@ def _reshards(
                 f"reshard_after_forward expects a divisor of the {ranks} ranks that "
                 f"shard, got {given}. Pass True or False."
             )
-        # A shard over fewer ranks would be a second copy, and a second group.
-        if 1 < given < ranks:
-            warnings.warn(
-                f"reshard_after_forward={given} reshards to all {ranks} ranks here: "
-                "less memory between forward and backward, and an all-gather over "
-                f"{ranks} ranks in backward. Pass True to mean this, False to save the "
-                "all-gather, or a 2-D mesh (replicate, shard) whose shard dim has "
-                f"{given} ranks.",
-                stacklevel=3,
-            )
+        meaning = ""
         if given == 1:
-            warnings.warn(
-                "reshard_after_forward=1 means that parameters stay full after "
-                "forward, as False does. Pass True to reshard them.",
-                stacklevel=3,
+            meaning = "keeps full parameters, as False. Pass True to free them."
+        elif given < ranks:
+            # A shard over fewer ranks would be a second copy, and a second group.
+            meaning = (
+                f"reshards to all {ranks} ranks here, which backward gathers from. Pass"
+                " True to mean this, False to save the all-gather, or a 2-D mesh "
+                f"(replicate, shard) whose shard dim has {given} ranks."
             )
+        if meaning:
+            warnings.warn(f"reshard_after_forward={given} {meaning}", stacklevel=3)
         # With a single rank both answers are right, and False sends less.
         given = given > 1
     if given:
@@ -246,10 +241,8 @@ def _require_rows(
     new = [(n, p) for n, p in named if id(p) not in LEAVES and p not in ignored]
     for name, parameter in new:
         placement = placement_of(parameter)
-        if placement is None:
-            continue
         # Duck typing spares the import of DTensor.
-        dim = getattr(placement, "dim", None)
+        dim = 0 if placement is None else getattr(placement, "dim", None)
         if not isinstance(dim, int):
             raise PlanError(
                 f"shard_placement_fn returned {placement!r} for {quoted(name)}; "

@@ -48,8 +48,6 @@ class FSDPModule(nn.Module):
             return (_empty, (self._plain_class,), *made[2:])
         return made
 
-    # Full parameters by hand.
-
     # Functions of this package with the arguments of FSDP2's methods are methods.
     unshard = manual.unshard
     reshard = manual.reshard
@@ -62,16 +60,12 @@ class FSDPModule(nn.Module):
         apply_whole(self, fn, "apply", wrappers=True)
         return self
 
-    # Recovery, and which backwards reduce.
-
     reset_iter_state = manual.reset_iter_state
     set_is_last_backward = settings.set_is_last_backward
     set_requires_gradient_sync = settings.set_requires_gradient_sync
     set_requires_all_reduce = settings.set_requires_all_reduce
 
-    # When parameters are gathered and freed. ``recurse`` is positional in one method
-    # and a keyword in the others, as in FSDP2.
-
+    # ``recurse`` is positional here and a keyword in the others, as in FSDP2.
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, recurse: bool = True
     ) -> None:
@@ -81,8 +75,6 @@ class FSDPModule(nn.Module):
     set_reshard_after_backward = settings.set_reshard_after_backward
     set_modules_to_forward_prefetch = settings.set_modules_to_forward_prefetch
     set_modules_to_backward_prefetch = settings.set_modules_to_backward_prefetch
-
-    # How gradients are reduced.
 
     set_all_reduce_hook = settings.set_all_reduce_hook
     set_gradient_divide_factor = settings.set_gradient_divide_factor
@@ -115,33 +107,25 @@ class FSDPModule(nn.Module):
         """Set whether collectives only sum, also where NCCL could average."""
         settings.set_force_sum_reduction(self, enable)
 
-    # Settings of memory, streams and communicators. An argument that asks for the state
-    # that there is anyway is accepted, so that a script may set all of them.
+    # An argument that asks for the state that there is anyway is accepted.
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
         """Accept 1, the number of reduce buffers in flight; refuse a larger number.
 
-        Raises: CompositionError; TypeError, ValueError, for no positive integer.
+        Raises: CompositionError; ValueError, for no positive integer.
         """
         name = "set_reduce_scatter_max_input_buffers"
         # Other methods find the units, too, and refuse a module that lost its unit.
         settings.units_of(self, name, recurse=recurse)
         # True is an int in Python, and would silently mean 1.
-        if isinstance(max_input_buffers, bool) or not isinstance(
-            max_input_buffers, int
-        ):
-            raise TypeError(f"{name} expects an integer, got {max_input_buffers!r}.")
-        if max_input_buffers < 1:
-            raise ValueError(f"{name} expects at least 1, got {max_input_buffers}.")
-        if max_input_buffers > 1:
-            _refuse(
-                f"{name}({max_input_buffers})",
-                "a rank has one reduce buffer, which gradients reach directly, without "
-                "a copy that could wait",
-                "Leave the call out",
+        if type(max_input_buffers) is not int or max_input_buffers < 1:
+            raise ValueError(
+                f"{name} expects an integer of at least 1, got {max_input_buffers!r}."
             )
+        if max_input_buffers > 1:
+            _refuse(f"{name}({max_input_buffers})")
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Accept True; warn for False, because backward gathers the unit all the same.
@@ -163,28 +147,19 @@ class FSDPModule(nn.Module):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Refuse buffers in memory of the process group; accept False."""
         if enable:
-            _refuse(
-                "set_allocate_memory_from_process_group_for_comm(True)",
-                "collectives use the flat buffers of parameters and gradients and no "
-                "staging buffers",
-                "Leave the call out",
-            )
+            _refuse("set_allocate_memory_from_process_group_for_comm(True)")
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Refuse symmetric memory."""
-        _refuse(
-            f"set_symm_mem_for_comm({backend!r})",
-            "collectives use the flat buffers of parameters and gradients, which are "
-            "freed and allocated in each step",
-            "Leave the call out",
-        )
+        _refuse(f"set_symm_mem_for_comm({backend!r})")
 
 
-def _refuse(call: str, reason: str, way_out: str) -> NoReturn:
+def _refuse(call: str) -> NoReturn:
     """Raise CompositionError for a method that this package cannot honor."""
     raise CompositionError(
-        f"{call} is a setting of FSDP2 that flat buffers do not have: {reason}. "
-        f"{way_out}: no value depends on it."
+        f"{call} is a setting of FSDP2 without an equal here: collectives use the flat "
+        "buffers of parameters and gradients themselves, which each step allocates and "
+        "frees. Leave the call out: no value depends on it."
     )
 
 

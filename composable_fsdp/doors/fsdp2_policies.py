@@ -96,10 +96,8 @@ class DataParallelMeshDims:
 
 
 def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if given is None:
-        return ()
     # A string would be a sequence of letters.
-    return (given,) if isinstance(given, str) else tuple(given)
+    return (given,) if isinstance(given, str) else tuple(given or ())
 
 
 def mixed_precision_of(policy: object) -> MixedPrecision | None:
@@ -123,15 +121,12 @@ def cpu_offload_of(policy: object, device_type: str) -> CPUOffload | None:
 
     Raises: TypeError, for another ``policy``; PlanError, for pageable memory.
     """
+    by_fields(OffloadPolicy, policy, argument="offload_policy", home=HOME)
     # By name, because a script may still import the class from torch.
-    kinds = [base.__name__ for base in type(policy).__mro__]
-    if "CPUOffloadPolicy" not in kinds:
-        # A check only: the base class has no fields.
-        by_fields(OffloadPolicy, policy, argument="offload_policy", home=HOME)
+    if "CPUOffloadPolicy" not in [base.__name__ for base in type(policy).__mro__]:
         return None
-    own = by_fields(CPUOffloadPolicy, policy, argument="offload_policy", home=HOME)
     # Memory is pinned only beside a GPU, so on a CPU both values mean the same.
-    if not own.pin_memory and device_type != "cpu":
+    if not getattr(policy, "pin_memory", True) and device_type != "cpu":
         raise PlanError(
             "offload_policy expects CPUOffloadPolicy(pin_memory=True) for a "
             f"{device_type} device, got pin_memory=False. Shards and gradients are "

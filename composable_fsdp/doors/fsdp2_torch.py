@@ -16,7 +16,6 @@ import functools
 import inspect
 from collections.abc import Iterable
 from functools import partial
-from types import CellType
 from typing import Any
 
 import torch
@@ -32,23 +31,8 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.optim.state_dict_hooks import SHOWN_ON_ALL
 from composable_fsdp.tree.state import _get_module_fsdp_state
 
-_FULL = (
-    "Call composable_fsdp.get_full_param(model, name) on all ranks (get_full_grad for "
-    "its gradient), or full_tensor() of the value that model.state_dict() gives"
-)
-_PLACE = (
-    "Ask isinstance(parameter, DTensor) first; print(composable_fsdp.describe(model)) "
-    "shows which rank holds which rows, and model.load_state_dict takes full tensors"
-)
-_OF_DTENSORS = {
-    "full_tensor": _FULL,
-    "placements": _PLACE,
-    "device_mesh": _PLACE,
-    "to_local": "The parameter itself is this rank's part",
-}
-"""Attributes of DTensor parameters that scripts read, with the way out here."""
-_MARK = "_composable_fsdp"
-"""An attribute of the function that clips sharded parameters."""
+_OF_DTENSORS = ("full_tensor", "placements", "device_mesh", "to_local")
+"""Attributes of DTensor parameters that scripts read."""
 
 
 def change_torch() -> None:
@@ -58,21 +42,17 @@ def change_torch() -> None:
             # A property that raises, so ``hasattr`` stays False. DTensor parameters are
             # of another class, and keep their attributes.
             setattr(nn.Parameter, name, property(partial(_advise, name)))
-    cell = _clip_cell()
-    if cell is not None and not hasattr(cell.cell_contents, _MARK):
+    # ``wraps`` marks what is changed already.
+    function: Any = torch.nn.utils.clip_grad_norm_
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    cell = function.__closure__[names.index("func")] if "func" in names else None
+    if cell is not None and not hasattr(cell.cell_contents, "__wrapped__"):
         cell.cell_contents = _clip_by_kind(cell.cell_contents)
     scaler: Any = torch.amp.GradScaler
-    if not hasattr(scaler._unscale_grads_, _MARK):
+    if not hasattr(scaler._unscale_grads_, "__wrapped__"):
         scaler._unscale_grads_ = _unscale_by_kind(scaler._unscale_grads_)
         # FSDP2 keeps state of every parameter on every rank, with empty tensors.
         SHOWN_ON_ALL.append(_is_of_the_door)
-
-
-def _clip_cell() -> CellType | None:
-    """Return the cell that holds the body of torch's function, or None."""
-    function: Any = torch.nn.utils.clip_grad_norm_
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    return function.__closure__[names.index("func")] if "func" in names else None
 
 
 def _clip_by_kind(plain: Any) -> Any:
@@ -89,7 +69,6 @@ def _clip_by_kind(plain: Any) -> Any:
         bound = dict(signature.bind(given, *args, **kwargs).arguments)
         return own_clip(bound.pop("parameters"), **bound)
 
-    setattr(clip, _MARK, True)
     return clip
 
 
@@ -98,21 +77,16 @@ def _unscale_by_kind(plain: Any) -> Any:
 
     @functools.wraps(plain)
     def unscale(
-        self: object,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        *args: Any,
-    ) -> dict[torch.device, Tensor]:
-        torchs = partial(plain, self, optimizer, inv_scale, found_inf, *args)
+        self: Any, optim: Any, scale: Tensor, found_inf: Tensor, *more: Any
+    ) -> Any:
+        torchs = partial(plain, self, optim, scale, found_inf, *more)
         # ``ShardedGradScaler`` calls this method, too, and asks the ranks itself.
         if isinstance(self, ShardedGradScaler):
-            found: dict[torch.device, Tensor] = torchs()
-            return found
+            return torchs()
         # Equal on all ranks, as the optimizers are.
         groups = [
             each
-            for group in optimizer.param_groups
+            for group in optim.param_groups
             for handle in map(_handle_of_the_door, group["params"])
             if handle is not None
             # A rank of tensor parallelism may be the only one with an inf.
@@ -120,12 +94,9 @@ def _unscale_by_kind(plain: Any) -> Any:
         ]
         # Optimizers of plain models step as without this package.
         if not groups:
-            return dict(torchs())
-        return unscale_together(
-            optimizer, torchs, found_inf, list(dict.fromkeys(groups))
-        )
+            return torchs()
+        return unscale_together(optim, torchs, found_inf, list(dict.fromkeys(groups)))
 
-    setattr(unscale, _MARK, True)
     return unscale
 
 
@@ -152,9 +123,11 @@ def _advise(attribute: str, parameter: nn.Parameter) -> None:
     # Parameters of other models get Python's own text.
     found = find_leaf(parameter) if id(parameter) in LEAVES else None
     if found is not None:
-        name = param_ref(*found).name
+        name = quoted(param_ref(*found).name)
         text += (
-            f". It holds this rank's rows of {quoted(name)} as a plain tensor and is "
-            f"no DTensor. {_OF_DTENSORS[attribute]}"
+            f". It holds this rank's rows of {name} as a plain "
+            "tensor and is no DTensor: ask isinstance(parameter, DTensor) first. The "
+            "whole is composable_fsdp.get_full_param(model, name) (get_full_grad for "
+            "its gradient), or full_tensor() of the value that model.state_dict() gives"
         )
     raise AttributeError(text)

@@ -81,17 +81,9 @@ def open_wrapped_params(module: nn.Module) -> nn.Module:
         wraps wrappers, makes its tensors anew when asked, or has several owners.
     """
     found = list(_wrapped(module))
-    owners: dict[int, str] = {}
+    names: dict[int, str] = {}
     for fqn, _, _, wrapper in found:
-        _refuse(wrapper, fqn)
-        # Tensors that are opened twice would be gathered and stored twice.
-        if id(wrapper) in owners:
-            raise PlanError(
-                f"Parameter {quoted(fqn)} is {quoted(owners[id(wrapper)])} as well; "
-                "open_wrapped_params expected a single owner. Pass the parameter to "
-                "fully_shard in ignored_states instead."
-            )
-        owners[id(wrapper)] = fqn
+        _refuse(wrapper, fqn, names.setdefault(id(wrapper), fqn))
     for _, owner, name, wrapper in found:
         del owner._parameters[name]
         owner.add_module(name, TensorsInside(wrapper))
@@ -110,10 +102,16 @@ def _wrapped(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
                 yield f"{prefix}.{name}".lstrip("."), owner, name, parameter
 
 
-def _refuse(wrapper: Any, fqn: str) -> None:
+def _refuse(wrapper: Any, fqn: str, first: str) -> None:
     """Raise PlanError for a wrapper whose tensors cannot stand for it."""
     where = f"Parameter {quoted(fqn)}, a {type(wrapper).__name__},"
     way_out = "Pass the parameter to fully_shard in ignored_states instead."
+    # Tensors that are opened twice would be gathered and stored twice.
+    if first != fqn:
+        raise PlanError(
+            f"{where} is {quoted(first)} as well; open_wrapped_params expected one "
+            f"owner. {way_out}"
+        )
     # A gradient belongs to the wrapper, and no tensor inside has one.
     if wrapper.requires_grad:
         raise PlanError(
@@ -122,16 +120,12 @@ def _refuse(wrapper: Any, fqn: str) -> None:
         )
     for key in wrapper.__tensor_flatten__()[0]:
         inner = getattr(wrapper, key)
-        if type(inner) not in (Tensor, nn.Parameter):
+        # A tensor that is made when asked for is no state: it might forget a change.
+        is_held = inner is getattr(wrapper, key)
+        if type(inner) not in (Tensor, nn.Parameter) or not is_held:
             raise PlanError(
-                f"{where} holds a {type(inner).__name__} as {key!r}; "
-                f"open_wrapped_params expected a plain tensor. {way_out}"
-            )
-        # Its tensors are then no state of the wrapper, which might forget a change.
-        if inner is not getattr(wrapper, key):
-            raise PlanError(
-                f"{where} makes its tensor {key!r} anew when asked; "
-                f"open_wrapped_params expected tensors that are held. {way_out}"
+                f"{where} has a {type(inner).__name__} as {key!r}; open_wrapped_params "
+                f"expected a plain tensor that it holds. {way_out}"
             )
 
 

@@ -44,10 +44,8 @@ from composable_fsdp.errors import CompositionError
 from composable_fsdp.features.init_weights import apply_whole
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
 from composable_fsdp.optim import keys, legacy, load, save
-from composable_fsdp.planning import walk
 from composable_fsdp.runtime.materialize import reset_parameters
 from composable_fsdp.state_dict import settings
-from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks
 from composable_fsdp.tree.state import OWNERS, _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import (
     _get_fsdp_states,
@@ -73,30 +71,24 @@ class FullyShardedDataParallel(Attributes, PlainNames):
         process_group: The shard group, or a pair (shard group, replicate group).
             Default: the default process group.
         sharding_strategy: ``strategy`` of ``fully_shard``. Default None: FULL_SHARD.
-        cpu_offload: Keep shards in host memory. Default None: no offload.
         auto_wrap_policy: Selects the units below. Default None: no unit below.
         backward_prefetch: When backward all-gathers the next unit. Default
             BACKWARD_PRE.
-        mixed_precision: Dtypes of compute, reduction and buffers. Default None:
-            unchanged.
-        ignored_modules: Modules that are not sharded. Default None.
         param_init_fn: Initializes modules on meta, at construction. Default None: each
             module's ``reset_parameters()``.
-        device_id: The compute device. Default None: as ``fully_shard``.
-        sync_module_states: Broadcast the values of rank 0 first. Default False.
-        forward_prefetch: All-gather the next unit early in forward. Default False.
-        limit_all_gathers: Limit the memory of units that wait for the GPU. Default
-            True.
         use_orig_params: Always treated as True, the default: the parameters are the
             original objects. False gives a warning.
-        ignored_states: Parameters or modules that are not sharded. Default None.
-        device_mesh: The ranks as a mesh, as for ``fully_shard``. Default None.
-        expert_mesh, tied_params, check_weights, wire, arena, if_sharded: As in
-            ``fully_shard``, with its defaults; FSDP1 does not have these arguments.
+        cpu_offload, mixed_precision, ignored_modules, ignored_states, device_id,
+            device_mesh, sync_module_states, forward_prefetch, limit_all_gathers: As in
+            ``fully_shard``, with its defaults.
+        expert_mesh, tied_params, check_weights, wire, arena, if_sharded: The same;
+            FSDP1 does not have these arguments.
 
     Collective: as ``fully_shard``.
     Raises: as ``fully_shard``; the module is then unchanged.
     """
+
+    _component = WRAPPED_MODULE
 
     def __new__(
         cls, module: object = None, *args: object, **kwargs: object
@@ -133,7 +125,9 @@ class FullyShardedDataParallel(Attributes, PlainNames):
         arena: Arena | None = None,
         if_sharded: Literal["error", "skip"] = "error",
     ) -> None:
-        again = module is self  # __new__ returned the existing wrapper
+        # __new__ returned the existing wrapper: compare by if_sharded="skip"; and
+        # nn.Module.__init__ would drop the wrapper's children.
+        again = module is self
         if not again:
             super().__init__()
         _require_plain_module(module, again=again)
@@ -145,9 +139,6 @@ class FullyShardedDataParallel(Attributes, PlainNames):
                 "ones is made of composable_fsdp.features.flat_parameters(model).",
                 stacklevel=2,
             )
-        # __new__ returns an existing wrapper, which reaches __init__ here: compare with
-        # if_sharded="skip", and do not run nn.Module.__init__, which would drop the
-        # wrapper's children.
         fully_shard(
             self.module if again else module,
             process_group=process_group,
@@ -157,8 +148,7 @@ class FullyShardedDataParallel(Attributes, PlainNames):
             backward_prefetch=backward_prefetch,
             mixed_precision=mixed_precision,
             ignored_modules=ignored_modules,
-            # FSDP1 initializes a model on meta at construction, so the wrapper does,
-            # too.
+            # As FSDP1, which initializes a model on meta at construction.
             param_init_fn=param_init_fn or reset_parameters,
             device_id=device_id,
             sync_module_states=sync_module_states,
@@ -175,8 +165,6 @@ class FullyShardedDataParallel(Attributes, PlainNames):
             if_sharded="skip" if again else if_sharded,
         )
         if not again:
-            # fully_shard has made the units that the policy selected; FSDP1 scripts
-            # expect each of them to be a wrapper.
             _wrap_units_below(module)
             self._take(module)
             # In FSDP1 only the outermost wrapper casts inputs, not each wrapper.
@@ -185,19 +173,12 @@ class FullyShardedDataParallel(Attributes, PlainNames):
 
     def _take(self, module: nn.Module) -> None:
         """Hold ``module``, and become an owner of the unit for lookups by module."""
-        setattr(self, WRAPPED_MODULE, module)
+        self._hold(module)
         # Functions that look up the unit of a module accept the wrapper, too.
         OWNERS.set(self._state, self)
-        install_wrapper_hooks(self)
 
-    @property
-    def module(self) -> nn.Module:
-        """Return the wrapped module."""
-        wrapped = self._modules[WRAPPED_MODULE]
-        assert wrapped is not None
-        return wrapped
-
-    _wrapped = module
+    module = PlainNames._wrapped
+    """The wrapped module."""
 
     @property
     def _state(self) -> _FSDPState:
@@ -293,14 +274,16 @@ class FullyShardedDataParallel(Attributes, PlainNames):
 
         With ``root_only`` return only wrappers of units that no other unit contains.
         """
-        owners = {id(owner): state for _, owner, state in walk_states(module)}
+        # walk_states does not enter subtrees of other APIs (DDP, replicate).
+        owners = {
+            id(owner)
+            for _, owner, state in walk_states(module)
+            if not root_only or state.parent is None
+        }
         return [
             each
             for each in module.modules()
-            if isinstance(each, FullyShardedDataParallel)
-            # walk_states does not enter subtrees of other APIs (DDP, replicate).
-            and id(each.module) in owners
-            and not (root_only and owners[id(each.module)].parent is not None)
+            if isinstance(each, FullyShardedDataParallel) and id(each.module) in owners
         ]
 
     @staticmethod
@@ -381,32 +364,24 @@ def _wrap_units_below(module: nn.Module) -> None:
     """Replace every unit below ``module`` by a wrapper, at all places of a unit."""
     # Wrappers that the user made by hand before this call.
     wrapped = {
-        id(each.module): each
-        for each in module.modules()
-        if isinstance(each, FullyShardedDataParallel)
+        id(each.module) for each in FullyShardedDataParallel.fsdp_modules(module)
     }
-    for parent in list(walk.modules(module)):
-        for _, name, child in list(walk.edges(parent)):
-            # A shared module that the user wrapped at a single parent only: the other
-            # parents get the same wrapper.
-            if id(child) in wrapped and parent is not wrapped[id(child)]:
-                setattr(parent, name, wrapped[id(child)])
     targets: dict[nn.Module, dict[str, Any]] = {
         owner: {}
         for _, owner, state in walk_states(module)
         # A unit of several modules has no single module that a wrapper could replace.
         if owner is not module and id(owner) not in wrapped and len(state.modules) == 1
     }
+
+    def wrap(module: nn.Module, _: dict[str, Any]) -> nn.Module:
+        wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+        # FullyShardedDataParallel.__init__ would shard the module a second time.
+        nn.Module.__init__(wrapper)
+        wrapper._take(module)
+        return wrapper
+
     # Inner units first, so that each parent still holds the module to be replaced.
-    post_order_apply(module, targets, _wrap)
-
-
-def _wrap(module: nn.Module, _: dict[str, Any]) -> nn.Module:
-    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-    # FullyShardedDataParallel.__init__ would shard the module a second time.
-    nn.Module.__init__(wrapper)
-    wrapper._take(module)
-    return wrapper
+    post_order_apply(module, targets, wrap)
 
 
 def _require_plain_module(module: object, *, again: bool) -> None:
@@ -429,14 +404,7 @@ def _refuse_unknown(given: Iterable[str]) -> None:
     """Raise TypeError for arguments that the wrapper does not have."""
     # Python's own TypeError would not translate names of ``fully_shard``.
     own = [*inspect.signature(FullyShardedDataParallel).parameters]
-    unknown = sorted(set(given) - set(own))
-    if unknown:
-        raise TypeError(
-            unknown_text(
-                unknown,
-                own,
-                "FullyShardedDataParallel",
-                {"policy": "auto_wrap_policy", "strategy": "sharding_strategy"},
-                "these are names of fully_shard: {}",
-            )
-        )
+    if unknown := sorted(set(given) - set(own)):
+        names = {"policy": "auto_wrap_policy", "strategy": "sharding_strategy"}
+        api, origin = "FullyShardedDataParallel", "these are names of fully_shard: {}"
+        raise TypeError(unknown_text(unknown, own, api, names, origin))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,23 +17,15 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.tree.state import _FSDPState
 
-FUNCTIONS = frozenset(
-    {
-        "reshard",
-        "set_gradient_divide_factor",
-        "set_is_last_backward",
-        "set_modules_to_backward_prefetch",
-        "set_modules_to_forward_prefetch",
-        "set_reduce_scatter_unused_params",
-        "set_requires_all_reduce",
-        "set_requires_gradient_sync",
-        "set_reshard_after_backward",
-        "set_reshard_after_forward",
-        "set_separate_reduce_scatter_group",
-        "unshard",
-    }
-)
-"""Methods of FSDP2's modules that are functions of this package, of the same name."""
+
+def _option(name: str, doc: str, default: object = None) -> Any:
+    """Return a property: the option ``name`` of the unit, or ``default`` for None."""
+
+    def read(wrapper: Attributes) -> object:
+        found = getattr(wrapper._state.options, name)
+        return default if found is None else found
+
+    return property(read, doc=doc)
 
 
 class Attributes:
@@ -41,6 +36,25 @@ class Attributes:
         """Return the state of the wrapped unit; implemented by the wrapper class."""
         raise NotImplementedError
 
+    # FSDP1's attributes cpu_offload and mixed_precision hold a default, never None.
+    cpu_offload: CPUOffload = _option(
+        "cpu_offload", "Whether shards are in host memory.", CPUOffload()
+    )
+    mixed_precision: MixedPrecision = _option(
+        "mixed_precision",
+        "The dtypes of compute, reduction and buffers.",
+        MixedPrecision(),
+    )
+    backward_prefetch: BackwardPrefetch | None = _option(
+        "backward_prefetch", "When backward all-gathers the next unit."
+    )
+    forward_prefetch: bool = _option(
+        "forward_prefetch", "Whether forward all-gathers the next unit early."
+    )
+    limit_all_gathers: bool = _option(
+        "limit_all_gathers", "Whether the memory of waiting units is limited."
+    )
+
     @property
     def sharding_strategy(self) -> ShardingStrategy:
         """Return the strategy; NO_SHARD if ``process_group`` has a single rank."""
@@ -48,32 +62,6 @@ class Attributes:
         if self.world_size == 1:
             return ShardingStrategy.NO_SHARD
         return self._state.options.strategy
-
-    @property
-    def cpu_offload(self) -> CPUOffload:
-        """Return whether shards are in host memory."""
-        # FSDP1's attributes cpu_offload and mixed_precision hold a default, never None.
-        return self._state.options.cpu_offload or CPUOffload()
-
-    @property
-    def mixed_precision(self) -> MixedPrecision:
-        """Return the dtypes of compute, reduction and buffers."""
-        return self._state.options.mixed_precision or MixedPrecision()
-
-    @property
-    def backward_prefetch(self) -> BackwardPrefetch | None:
-        """Return when backward all-gathers the next unit."""
-        return self._state.options.backward_prefetch
-
-    @property
-    def forward_prefetch(self) -> bool:
-        """Return whether forward all-gathers the next unit early."""
-        return self._state.options.forward_prefetch
-
-    @property
-    def limit_all_gathers(self) -> bool:
-        """Return whether the memory of units that wait for the GPU is limited."""
-        return self._state.options.limit_all_gathers
 
     @property
     def compute_device(self) -> torch.device:
@@ -108,13 +96,16 @@ def attribute_of(wrapper: nn.Module, module: nn.Module, name: str) -> object:
     except AttributeError as error:
         if error.name not in (None, name) or hasattr(type(module), name):
             raise  # a property of the module failed on another attribute
-        way_out = ""
-        if name in FUNCTIONS:
-            home = "composable_fsdp" + (".access" if name.startswith("set_") else "")
-            way_out = f" Call the function: {home}.{name}(model, ...)."
+        # FSDP2's methods are functions of this package, of the same name.
+        homes = ("composable_fsdp", "composable_fsdp.access") if name.islower() else ()
+        ways_out = [
+            f" Call the function: {home}.{name}(model, ...)."
+            for home in homes
+            if name in import_module(home).__all__
+        ]
         raise AttributeError(
             f"{type(wrapper).__name__} has no attribute {name!r}, and neither has the "
-            f"{type(module).__name__} that it wraps.{way_out}",
+            f"{type(module).__name__} that it wraps.{''.join(ways_out)}",
             name=name,
             obj=wrapper,
         ) from None

@@ -5,24 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
-from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import quoted, strip_wrapper
+from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.policies import is_named
+from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks
 
 
 class PlainNames(nn.Module):
     """A wrapper that shows the names and the items of the module that it wraps."""
 
+    _component: ClassVar[str]
+    """The attribute that holds the wrapped module."""
+
     @property
     def _wrapped(self) -> nn.Module:
         """Return the wrapped module."""
-        raise NotImplementedError
+        wrapped = self._modules[self._component]
+        assert wrapped is not None
+        return wrapped
+
+    def _hold(self, module: nn.Module) -> None:
+        """Wrap ``module``."""
+        setattr(self, self._component, module)
+        install_wrapper_hooks(self, self._component)
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module, for a wrapped ``nn.Sequential``."""
@@ -45,19 +54,10 @@ def post_order_apply(
 ) -> None:
     """Call ``fn(module, options)`` for each target, after all targets below.
 
-    Each module is visited once; a replacement that ``fn`` returns takes its place under
-    every name and parent. ``root`` is skipped: only the caller can replace it.
-
-    Raises: PlanError, before any call, if a target is not below ``root``; TypeError, if
-        ``fn`` returns neither a module nor None.
+    A replacement that ``fn`` returns takes the module's place under every name and
+    parent. ``root`` is skipped: only the caller can replace it.
     """
     order = walk.post_order(root)
-    # Check all targets before the first change of the tree.
-    for foreign in targets.keys() - set(order):
-        raise PlanError(
-            f"post_order_apply got a {type(foreign).__name__} that is not below the "
-            f"{type(root).__name__}; targets come from a policy asked about that tree."
-        )
     # Find all places before the first change: a replacement hides the module inside.
     places: dict[nn.Module, list[walk.Edge]] = {module: [] for module in targets}
     for parent in order:
@@ -66,28 +66,15 @@ def post_order_apply(
                 places[edge.child].append(edge)
     for module in order:
         if module is not root and module in targets:
-            made: object = fn(module, dict(targets[module]))
-            if made is not None and not isinstance(made, nn.Module):
-                raise TypeError(
-                    "post_order_apply expects fn to return a module or None, got "
-                    f"{made!r} for the {type(module).__name__} that its parent calls "
-                    f"{quoted(places[module][0].name)}."
-                )
+            made = fn(module, dict(targets[module]))
             for parent, name, _ in places[module] if made is not None else ():
                 setattr(parent, name, made)
 
 
-@dataclass(frozen=True, slots=True)
-class _Wrapper:
-    """The arguments of ``enable_wrap``."""
-
-    wrapper_cls: Callable[..., nn.Module]
-    kwargs: Mapping[str, Any]
-
-
-# A context variable: threads and tasks that build models concurrently do not see each
-# other's block.
-_current: ContextVar[_Wrapper | None] = ContextVar("enable_wrap", default=None)
+# The class and the options of the block. A context variable: threads and tasks that
+# build models concurrently do not see each other's block.
+_current: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None]
+_current = ContextVar("enable_wrap", default=None)
 
 
 @contextmanager
@@ -107,7 +94,7 @@ def enable_wrap(
             "enable_wrap(wrapper_cls=...) expects a class or function that takes a "
             f"module, such as FullyShardedDataParallel, got {made!r}."
         )
-    token = _current.set(_Wrapper(wrapper_cls, wrapper_kwargs))
+    token = _current.set((wrapper_cls, wrapper_kwargs))
     try:
         yield
     finally:
@@ -131,7 +118,8 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     current = _current.get()
     if current is None:
         return module
-    return current.wrapper_cls(module, **{**current.kwargs, **wrap_overrides})
+    wrapper_cls, options = current
+    return wrapper_cls(module, **{**options, **wrap_overrides})
 
 
 # FSDP1's policies as functions: ``(module, recurse, nonwrapped_numel) -> bool``.

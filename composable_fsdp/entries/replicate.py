@@ -6,8 +6,8 @@ subtree a walk from a unit above does not enter; units of ``fully_shard`` below 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=nn.Module)
 
 
-@contract(_FSDPState)
+@contract(cast("Callable[[], Any]", _FSDPState))
 def replicate(
     module: M,
     ignored_modules: Iterable[nn.Module] | None = None,

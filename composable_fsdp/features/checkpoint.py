@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -33,7 +33,7 @@ class _CheckpointState:
         """Keyword arguments of ``run_checkpointed``."""
 
 
-@contract(_CheckpointState)
+@contract(cast("Callable[[], Any]", _CheckpointState))
 def checkpoint(
     module: nn.Module,
     *,

@@ -10,19 +10,15 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.local_sgd import LocalSGD
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.config import MixedPrecision
-from composable_fsdp.errors import CompositionError
 from composable_fsdp.integrations.given_optimizers import (
     full_state_dict,
     next_state,
@@ -37,12 +33,7 @@ from composable_fsdp.tree.traversal import _get_unit_state
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 """The mixed precision of ``bf16=True``: as autocast under DDP, gradients are averaged
 in float32."""
-_ENGINES = (
-    DistributedType.NO,
-    DistributedType.MULTI_CPU,
-    DistributedType.MULTI_GPU,
-    DistributedType.MULTI_XPU,
-)
+_ENGINES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")
 """The types of accelerate that leave the model to DDP, and so to this package."""
 SHARDED_STATE = "sharded_state"
 """The folder in a checkpoint of accelerate or of the Trainer that holds the shards."""
@@ -79,10 +70,10 @@ class ShardedAccelerator(Accelerator):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._optimizers: list[Any]
+        self._models: list[Any]
         # After the base class, which reads variables of ``accelerate launch``, too.
         _require_known_engine(self)
         self.sharding = as_sharding(sharding)
-        self._saving = False
         # ``MixedPrecision`` casts the parameters themselves. Autocast on top would cast
         # every operation again.
         self.native_amp = False
@@ -106,9 +97,8 @@ class ShardedAccelerator(Accelerator):
                     raise ValueError(
                         "bf16 was asked for, and the model was sharded before without "
                         f"a mixed precision (unit {state.fqn or 'of the root'}). Pass "
-                        "the model unsharded, or call fully_shard(..., mixed_precision"
-                        "=MixedPrecision(param_dtype=torch.bfloat16)) yourself, or "
-                        "leave bf16 away."
+                        "the model unsharded, or with fully_shard(..., mixed_precision"
+                        "=MixedPrecision(param_dtype=torch.bfloat16))."
                     )
             return model
         options = dict(self.sharding.options)
@@ -126,26 +116,19 @@ class ShardedAccelerator(Accelerator):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Shard ``model``, unless only an evaluation is asked for; see ``Accelerator``.
-
-        Collective: as ``fully_shard``; all ranks must call. Raises: as ``shard``.
-        """
+        """Shard ``model``, unless only an evaluation is asked for, as ``shard``."""
         if not evaluation_mode:
             self.shard(model)
         # The mode for evaluation wraps nothing around a sharded model. Plain is a
         # teacher, or a model of which only the forward is needed.
         if _get_unit_state(model) is not None:
             device_placement, evaluation_mode = False, True
-        found: nn.Module = super().prepare_model(
-            model, device_placement, evaluation_mode
-        )
+        found: nn.Module
+        found = super().prepare_model(model, device_placement, evaluation_mode)
         return found
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare models, optimizers and loaders; see ``Accelerator.prepare``.
-
-        Collective: as ``fully_shard``; all ranks must call. Raises: as ``shard``.
-        """
+        """Prepare models, as ``shard``, optimizers and loaders; see ``Accelerator``."""
         prepared = super().prepare(*args, device_placement=device_placement)
         # After all models, which may stand behind their optimizers.
         for each in self._optimizers:
@@ -175,13 +158,10 @@ class ShardedAccelerator(Accelerator):
 
         Collective: a gather per region; all ranks must call.
         """
+        if units_in(model):
+            return full_state_dict(model)
         # A plain model is complete on every rank.
-        if not units_in(model):
-            return dict(super().get_state_dict(model, unwrap=unwrap))
-        # ``save_state`` writes shards, and needs no full values.
-        if self._saving:
-            return {}
-        return full_state_dict(model)
+        return dict(super().get_state_dict(model, unwrap=unwrap))
 
     def save_state(
         self, output_dir: str | None = None, *args: Any, **kwargs: Any
@@ -191,27 +171,12 @@ class ShardedAccelerator(Accelerator):
         Returns: the folder, in which ``sharded_state`` of a save before is replaced.
         Collective, Raises: as ``save``; all ranks must call.
         """
-
-        def drop(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-            # In place: accelerate continues with the same list.
-            weights[:] = [
-                value
-                for model, value in zip(models, weights, strict=True)
-                if not units_in(model)
-            ]
-
-        # ``Accelerator.save_state`` asks for the state dict of each model.
-        self._saving = True
-        try:
-            with self._plain_parts(self.register_save_state_pre_hook(drop)):
-                folder = super().save_state(output_dir, *args, **kwargs)
-        finally:
-            self._saving = False
+        with self._plain_parts() as sharded:
+            folder = super().save_state(output_dir, *args, **kwargs)
         # After accelerate has made the folder.
-        for at, model in self._sharded_models():
-            state = os.path.join(folder, _folder_of(at))
-            own = self._optimizers_of(model)
-            save(next_state(state), model, own, options=SaveOptions(keep=1))
+        for name, model, optims in sharded:
+            state = next_state(os.path.join(folder, name))
+            save(state, model, optims, options=SaveOptions(keep=1))
         return folder
 
     def load_state(
@@ -222,75 +187,44 @@ class ShardedAccelerator(Accelerator):
         Collective, Raises: as ``load``; all ranks must call.
         """
         found: list[str] = []
-
-        def take(models: list[nn.Module], folder: str) -> None:
-            models[:] = [model for model in models if not units_in(model)]
-            # accelerate may have chosen the folder by number.
-            found.append(folder)
-
-        with self._plain_parts(self.register_load_state_pre_hook(take)):
-            super().load_state(input_dir, *args, **kwargs)
-        for at, model in self._sharded_models():
-            state = os.path.join(found[0], _folder_of(at))
+        # accelerate may choose the folder by number.
+        hook = self.register_load_state_pre_hook(lambda _, chosen: found.append(chosen))
+        try:
+            with self._plain_parts() as sharded:
+                super().load_state(input_dir, *args, **kwargs)
+        finally:
+            hook.remove()
+        for name, model, optims in sharded:
             # accelerate has restored the random states.
-            own = self._optimizers_of(model)
-            load(state, model, own, options=LoadOptions(rng=False))
+            state = os.path.join(found[0], name)
+            load(state, model, optims, options=LoadOptions(rng=False))
 
     @contextmanager
-    def _plain_parts(self, hook: Any) -> Iterator[None]:
-        """Hide the optimizers of sharded models in this block; remove ``hook`` then."""
+    def _plain_parts(self) -> Iterator[list[tuple[str, nn.Module, Any]]]:
+        """Hide sharded models and their optimizers; yield them with folder names."""
         # accelerate pickles the state of every optimizer on the first rank alone.
-        sharded = {
-            id(each)
-            for _, model in self._sharded_models()
-            for each in self._optimizers_of(model) or ()
-        }
-        kept = self._optimizers
-        self._optimizers = [o for o in kept if id(o.optimizer) not in sharded]
+        models, optimizers = self._models, self._optimizers
+        sharded: list[tuple[str, nn.Module, Any]] = []
+        for at, model in enumerate(models):
+            if units_in(model):
+                # By identity, which ``fully_shard`` keeps.
+                own = {id(p) for p in model.parameters()}
+                optims = [
+                    # The wrapper's own class has no state of its own.
+                    each.optimizer
+                    for each in optimizers
+                    if own & {id(p) for g in each.param_groups for p in g["params"]}
+                ]
+                # As accelerate names its own files. ``save`` takes no empty list.
+                name = f"{SHARDED_STATE}_{at}" if at else SHARDED_STATE
+                sharded.append((name, model, optims or None))
+        hidden = {id(each) for _, _, optims in sharded for each in optims or ()}
+        self._models = [each for each in models if not units_in(each)]
+        self._optimizers = [o for o in optimizers if id(o.optimizer) not in hidden]
         try:
-            yield
+            yield sharded
         finally:
-            self._optimizers = kept
-            hook.remove()
-
-    def _sharded_models(self) -> list[tuple[int, nn.Module]]:
-        """Return the sharded models with their positions among all models."""
-        return [(i, m) for i, m in enumerate(self._models) if units_in(m)]
-
-    def _optimizers_of(self, model: nn.Module) -> list[torch.optim.Optimizer] | None:
-        """Return the optimizers that hold a parameter of ``model``."""
-        # By identity, which ``fully_shard`` keeps.
-        own = {id(p) for p in model.parameters()}
-        found = [
-            # The wrapper's own class has no state of its own.
-            each.optimizer
-            for each in self._optimizers
-            if any(id(p) in own for group in each.param_groups for p in group["params"])
-        ]
-        # ``save`` takes no empty list.
-        return found or None
-
-
-def _refuse_sharded(own: Any) -> Any:
-    """Return ``LocalSGD.__init__`` that refuses a sharded model by name."""
-
-    @wraps(own)
-    def init(
-        self: Any, accelerator: Any, model: nn.Module, *rest: Any, **kw: Any
-    ) -> None:
-        if units_in(model):
-            raise CompositionError(
-                f"LocalSGD expects a model that every rank holds whole, got a sharded "
-                f"{type(model).__name__}: it trains and averages whole weights on each "
-                "rank. Take the plain Accelerator, or leave LocalSGD out."
-            )
-        own(self, accelerator, model, *rest, **kw)
-
-    return init
-
-
-if not hasattr(LocalSGD.__init__, "__wrapped__"):
-    LocalSGD.__init__ = _refuse_sharded(LocalSGD.__init__)
+            self._models, self._optimizers = models, optimizers
 
 
 def as_sharding(given: HFSharding | Mapping[str, Any] | None) -> HFSharding:
@@ -301,22 +235,15 @@ def as_sharding(given: HFSharding | Mapping[str, Any] | None) -> HFSharding:
     return from_hf_config(given or {})
 
 
-def _folder_of(at: int) -> str:
-    """Return the folder's name for the model at position ``at``."""
-    # As accelerate names its own files.
-    return SHARDED_STATE if at == 0 else f"{SHARDED_STATE}_{at}"
-
-
 def _require_known_engine(accelerator: Accelerator) -> None:
     """Raise ValueError for settings that hand the model to another engine."""
     kind = accelerator.distributed_type
     # Those engines would wrap the model, or hold its parameters themselves.
-    if kind not in _ENGINES:
+    if kind.value not in _ENGINES:
         raise ValueError(
             f"ShardedAccelerator expects an Accelerator without an engine of its own, "
             f"got {kind}. Leave fsdp_plugin, deepspeed_plugin and ACCELERATE_USE_FSDP "
-            "away (accelerate config: no FSDP, no DeepSpeed), and pass the settings as "
-            "sharding={...}."
+            "away, and pass the settings as sharding={...}."
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
         raise ValueError(

@@ -80,37 +80,35 @@ def merge_adapters(model: nn.Module) -> None:
         save_pretrained(model, "merged", merged=True)
     """
     by_unit: dict[int, list[Any]] = {}
+    # PEFT warns of a second merge.
     for _, layer in _adapter_layers(model):
         # The unit that holds the first parameter of the layer holds all of them; 0
         # stands for layers whose parameters are whole on every rank.
         found = find_leaf(next(iter(layer.parameters())))
-        # PEFT warns of a second merge.
-        if not layer.merged:
-            by_unit.setdefault(0 if found is None else id(found[0]), []).append(layer)
+        by_unit.setdefault(0 if found is None else id(found[0]), []).append(layer)
     with torch.no_grad():
         for layer in by_unit.pop(0, ()):
             layer.merge()
-    for state in units_in(model):
-        # All ranks have the same layers in the same units.
-        if id(state.handle) in by_unit:
-            unit = unshard_params(state.module, recurse=False, writeback=True)
-            with unit, torch.no_grad():
-                for layer in by_unit[id(state.handle)]:
-                    layer.merge()
+        for state in units_in(model):
+            # All ranks have the same layers in the same units.
+            if id(state.handle) in by_unit:
+                with unshard_params(state.module, recurse=False, writeback=True):
+                    for layer in by_unit[id(state.handle)]:
+                        layer.merge()
 
 
 def _adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers that PEFT has put around layers of the base model."""
+    """Yield the layers that PEFT has put around the base model's and not merged."""
     for name, module in model.named_modules():
         # Other layers around a base layer, as of trained tokens, cannot be merged.
-        if hasattr(module, "base_layer") and hasattr(module, "merged_adapters"):
+        can_merge = hasattr(module, "base_layer") and hasattr(module, "merged_adapters")
+        if can_merge and not module.merged:
             yield name, module
 
 
 def require_merged(model: nn.Module) -> None:
     """Raise ValueError if an adapter of ``model`` is not merged."""
-    left = [name for name, layer in _adapter_layers(model) if not layer.merged]
-    if left:
+    if left := [name for name, _ in _adapter_layers(model)]:
         raise ValueError(
             f"save_pretrained(merged=True) expects merged adapters, and {listed(left)} "
             "are not. Call merge_adapters(model) before."
@@ -124,10 +122,8 @@ def base_names(model: nn.Module) -> Callable[[str], str | None]:
     is_adapter = _adapter_test(model)
 
     def inner(name: str) -> str | None:
-        """Return the name in the base model."""
         # Merged values are in the base weight.
-        if is_adapter(name):
-            return None
-        return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+        plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+        return None if is_adapter(name) else plain
 
     return inner

@@ -38,14 +38,7 @@ from composable_fsdp.tools.model_units import NoSplitPolicy
 M = TypeVar("M", bound=nn.Module)
 E = TypeVar("E", bound=Enum)
 
-_DTYPES = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -92,8 +85,21 @@ class HFSharding:
                 for name, module in walk.named(model)
                 if re.fullmatch(self.ignored, name)
             ]
-        # The policy runs before anything is changed.
-        units = self._recomputed(model, options)
+        units: Any = ()
+        if self.activation_checkpointing:
+            # The policy runs before anything is changed, and must see what
+            # ``fully_shard`` lets it see.
+            ignored = set(options.get("ignored_modules") or ())
+            policy = options.get("policy")
+            units = policy and evaluate_policy(
+                policy, model, ignored_modules=ignored, root_kwargs={}
+            )
+            if not units:
+                raise ValueError(
+                    "fsdp_activation_checkpointing recomputes units, and the policy "
+                    f"finds none below this {type(model).__name__}. Set fsdp_auto_wrap"
+                    "_policy='TRANSFORMER_BASED_WRAP', or apply checkpoint(module)."
+                )
         fully_shard(model, **options)
         # ``generate`` of a PeftModel calls the base model, which is no unit.
         if has_adapters(model) and hasattr(model, "generate"):
@@ -104,27 +110,6 @@ class HFSharding:
         if self.state_dict_type is not None:
             set_state_dict_type(model, self.state_dict_type)
         return model
-
-    def _recomputed(
-        self, model: nn.Module, options: Mapping[str, Any]
-    ) -> list[nn.Module]:
-        """Return the modules whose forward is computed again in backward."""
-        if not self.activation_checkpointing:
-            return []
-        # The policy must see what ``fully_shard`` lets the policy see.
-        ignored = set(options.get("ignored_modules") or ())
-        policy = options.get("policy")
-        units = policy and evaluate_policy(
-            policy, model, ignored_modules=ignored, root_kwargs={}
-        )
-        if not units:
-            raise ValueError(
-                "fsdp_activation_checkpointing recomputes units, and the policy finds "
-                f"none below this {type(model).__name__}. Set "
-                "fsdp_auto_wrap_policy='TRANSFORMER_BASED_WRAP', or apply "
-                "checkpoint(module) yourself."
-            )
-        return list(units)
 
 
 def from_hf_config(config: Mapping[str, Any]) -> HFSharding:
@@ -188,9 +173,16 @@ def _contradiction(name: str, first: object, second: object) -> ValueError:
     )
 
 
+def _refused(name: str, value: object, expected: str) -> ValueError:
+    return ValueError(f"fsdp_{name} expects {expected}, got {value!r}.")
+
+
 def _policy(given: Mapping[str, Any]) -> object:
     """Return the policy that three settings describe; None stands for no units."""
-    size = _whole("min_num_params", given.get("min_num_params") or 0)
+    size = given.get("min_num_params") or 0
+    # True is a number for Python; ``isdigit`` refuses a sign and a fraction.
+    if isinstance(size, bool) or not str(size).isdigit():
+        raise _refused("min_num_params", size, "a whole number of at least 0")
     classes = given.get("transformer_layer_cls_to_wrap") or None
     kind = given.get("auto_wrap_policy")
     # The plugin takes a function; the files have one of three texts.
@@ -198,13 +190,15 @@ def _policy(given: Mapping[str, Any]) -> object:
         return kind
     # The Trainer's default ignores a size without a word; here a size has its effect.
     if kind is None:
-        kind = "SIZE_BASED_WRAP" if size and not classes else "TRANSFORMER_BASED_WRAP"
+        kind = (
+            "SIZE_BASED_WRAP" if int(size) and not classes else "TRANSFORMER_BASED_WRAP"
+        )
     # Files list classes in one text, with commas.
     if isinstance(classes, str):
         classes = [name.strip() for name in classes.split(",") if name.strip()]
     policies: dict[str, Callable[[], object]] = {
         "TRANSFORMER_BASED_WRAP": lambda: NoSplitPolicy(classes),
-        "SIZE_BASED_WRAP": lambda: SizePolicy(size),
+        "SIZE_BASED_WRAP": lambda: SizePolicy(int(size)),
         "NO_WRAP": lambda: None,
     }
     if str(kind).upper() not in policies:
@@ -213,14 +207,8 @@ def _policy(given: Mapping[str, Any]) -> object:
     return policies[str(kind).upper()]()
 
 
-def _refused(name: str, value: object, expected: str) -> ValueError:
-    return ValueError(f"fsdp_{name} expects {expected}, got {value!r}.")
-
-
 def _flag(name: str, value: object) -> bool:
     """Return a bool, which may be written as text."""
-    if isinstance(value, bool):
-        return value
     # YAML and environment variables give texts, and numbers for truth values.
     texts = {"true": True, "false": False, "1": True, "0": False}
     if str(value).lower() not in texts:
@@ -228,25 +216,17 @@ def _flag(name: str, value: object) -> bool:
     return texts[str(value).lower()]
 
 
-def _whole(name: str, value: object) -> int:
-    """Return a number of at least 0, which may be written as text."""
-    # True is a number for Python; ``isdigit`` refuses a sign and a fraction.
-    if isinstance(value, bool) or not str(value).isdigit():
-        raise _refused(name, value, "a whole number of at least 0")
-    return int(str(value))
-
-
 def _member(kind: type[E], name: str, value: object) -> E:
     """Return the member of ``kind`` with the name or the number ``value``."""
     # An enumeration of torch's FSDP has members of the same names.
     text = str(getattr(value, "name", value)).upper().removeprefix("_")
-    # Files of older versions have the number of a member, counted from 1.
-    for number, member in enumerate(kind, start=1):
-        if text in (member.name.removeprefix("_"), str(number)):
-            return member
     # Without the underscore that FSDP1 has in one name, as accelerate writes it.
-    names = ", ".join(member.name.removeprefix("_") for member in kind)
-    raise _refused(name, value, f"one of {names}")
+    members = {member.name.removeprefix("_"): member for member in kind}
+    # Files of older versions have the number of a member, counted from 1.
+    numbers = {str(at): member for at, member in enumerate(kind, start=1)}
+    if text not in members | numbers:
+        raise _refused(name, value, f"one of {', '.join(members)}")
+    return (members | numbers)[text]
 
 
 def _strategy(name: str, value: object) -> dict[str, Any]:
@@ -300,20 +280,12 @@ def _precision(name: str, value: object) -> dict[str, Any]:
 
 
 def _dtype(name: str, value: object) -> Any:
-    if value is None or isinstance(value, torch.dtype):
-        return value
     # ``str(torch.bfloat16)`` has the module's name in front.
     text = str(value).removeprefix("torch.").lower()
-    if text not in _DTYPES:
+    found = getattr(torch, _DTYPES.get(text, text), None)
+    if value is not None and not isinstance(found, torch.dtype):
         raise _refused(name, value, f"a dtype such as {', '.join(_DTYPES)}")
-    return _DTYPES[text]
-
-
-def _ignored(name: str, value: object) -> dict[str, Any]:
-    # A text needs the names of a model, so ``shard`` reads the text.
-    if isinstance(value, str):
-        return {"ignored": value}
-    return {"ignored_modules": value}
+    return found
 
 
 def _version(name: str, value: object) -> dict[str, Any]:
@@ -334,11 +306,6 @@ def _unless_set(name: str, value: object) -> dict[str, Any]:
     return {}
 
 
-def _as(option: str) -> Callable[[str, Any], dict[str, Any]]:
-    """Return a reader of True or False for the argument ``option``."""
-    return lambda name, value: {option: _flag(name, value)}
-
-
 _SAME = {
     "cpu_offload": "offload_params",
     "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap",
@@ -346,34 +313,35 @@ _SAME = {
 }
 """Names of the plugin, and the names of the same settings in ``fsdp_config``."""
 
+_FLAGS = (
+    *("activation_checkpointing", "forward_prefetch", "limit_all_gathers"),
+    *("sync_module_states", "use_orig_params"),
+)
+_OTHERS = (
+    *("activation_checkpointing_offload", "xla", "xla_fsdp_grad_ckpt"),
+    *("xla_fsdp_settings", "xla_fsdp_v2"),
+)
+_UNITS = ("auto_wrap_policy", "min_num_params", "transformer_layer_cls_to_wrap")
+
 _READERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
-    "activation_checkpointing": _as("activation_checkpointing"),
-    "activation_checkpointing_offload": _unless_set,
-    "auto_wrap_policy": lambda name, value: {},  # see ``_policy``
+    **dict.fromkeys(_FLAGS, lambda name, value: {name: _flag(name, value)}),
+    **dict.fromkeys(_OTHERS, _unless_set),
+    **dict.fromkeys(_UNITS, lambda name, value: {}),  # see ``_policy``
     "backward_prefetch": _prefetch,
     # Only the first rank has read the weights, so they are sent to the others.
     "cpu_ram_efficient_loading": lambda name, value: (
         {"sync_module_states": True} if _flag(name, value) else {}
     ),
-    "forward_prefetch": _as("forward_prefetch"),
-    "ignored_modules": _ignored,
-    "limit_all_gathers": _as("limit_all_gathers"),
-    "min_num_params": lambda name, value: {},  # see ``_policy``
+    # A text needs the names of a model, so ``shard`` reads the text.
+    "ignored_modules": lambda name, value: {
+        "ignored" if isinstance(value, str) else name: value
+    },
     "mixed_precision_policy": _precision,
     "offload_params": _offload,
-    "param_init_fn": lambda name, value: {"param_init_fn": value},
+    "param_init_fn": lambda name, value: {name: value},
     "reshard_after_forward": _strategy,
     "sharding_strategy": _strategy,
-    "state_dict_type": lambda name, value: {
-        "state_dict_type": _member(StateDictType, name, value)
-    },
-    "sync_module_states": _as("sync_module_states"),
-    "transformer_layer_cls_to_wrap": lambda name, value: {},  # see ``_policy``
-    "use_orig_params": _as("use_orig_params"),
+    "state_dict_type": lambda name, value: {name: _member(StateDictType, name, value)},
     "version": _version,
-    "xla": _unless_set,
-    "xla_fsdp_grad_ckpt": _unless_set,
-    "xla_fsdp_settings": _unless_set,
-    "xla_fsdp_v2": _unless_set,
 }
 """Every name, without prefix, and the function that reads the value."""

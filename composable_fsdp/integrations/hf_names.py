@@ -40,7 +40,8 @@ def as_model(model: nn.Module, source: Source, names: Iterable[str]) -> Source:
     if not _is_pretrained(model):
         return source
     made = FileSource(model, source, set(names))
-    return made if made.differs else source
+    is_same = not made._made and all(k == v for k, v in made._same.items())
+    return source if is_same else made
 
 
 class FileSource(Source):
@@ -48,11 +49,6 @@ class FileSource(Source):
 
     A tensor that is only named differently is read by slices. A tensor that is made of
     others is made as a whole, and kept until another tensor is read.
-
-    Args:
-        model: the model of transformers.
-        source: the open files; closed with this source.
-        names: the names of the model's tensors.
     """
 
     def __init__(self, model: nn.Module, source: Source, names: set[str]) -> None:
@@ -100,11 +96,6 @@ class FileSource(Source):
         self.fingerprint = source.fingerprint
         self.path = str(getattr(source, "path", ""))
 
-    @property
-    def differs(self) -> bool:
-        """Whether any tensor has another name or form than in the files."""
-        return bool(self._made) or any(k != v for k, v in self._same.items())
-
     def _convert(self, first: str, *, on_meta: bool) -> dict[str, Tensor]:
         """Return the tensors of the model that are made with ``first``."""
         parts = self._made[first]
@@ -132,10 +123,7 @@ class FileSource(Source):
         return {n: v[0] if isinstance(v, list) else v for n, v in made.items()}
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a tensor of the model; see ``Source``.
-
-        Raises: CheckpointError, as the files.
-        """
+        """Return elements ``[start, stop)`` of a tensor of the model."""
         if name in self._same:
             return self._source.read_model(self._same[name], start, stop)
         first = self._first[name]

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.flat.param_ref import param_ref
+from composable_fsdp.access.manual import full_shape
 from composable_fsdp.integrations.given_optimizers import next_state
 from composable_fsdp.integrations.hf_accelerate import (
     SHARDED_STATE,
@@ -113,16 +112,10 @@ class ShardedTrainer(Trainer):
             return int(super().floating_point_ops(inputs))
         # ``Trainer`` would count this rank's rows. Without embeddings, by name, as
         # transformers does: a head that is tied to an embedding has its name.
-        embeddings = {
-            f"{name}.weight"
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Embedding)
-        }
-        numel = sum(
-            param_ref(*found).slot.numel if (found := find_leaf(each)) else each.numel()
-            for name, each in model.named_parameters()
-            if name not in embeddings
-        )
+        modules = model.named_modules()
+        left_out = {f"{n}.weight" for n, m in modules if isinstance(m, nn.Embedding)}
+        named = model.named_parameters()
+        numel = sum(full_shape(p).numel() for n, p in named if n not in left_out)
         return 6 * int(tokens.numel()) * numel
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -151,25 +144,21 @@ class ShardedTrainer(Trainer):
             writes=writes,
         )
 
-    def _loads_shards(self, model: Any) -> bool:
-        """Return whether each rank loads its part of the weights of ``model``."""
-        return bool(units_in(model)) and not has_adapters(model)
-
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         """Load the weights of a checkpoint. Collective: as ``load``."""
-        given = self.model if model is None else model
+        given: Any = self.model if model is None else model
         # Strict, while the plain Trainer takes missing weights with a warning.
-        if self._loads_shards(given):
+        if units_in(given) and not has_adapters(given):
             load_pretrained(given, resume_from_checkpoint, cast=True)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint. Collective: as ``load``."""
-        if self._loads_shards(self.model):
-            load_pretrained(self.model, self.state.best_model_checkpoint, cast=True)
+        if units_in(self.model) and not has_adapters(self.model):
+            self._load_from_checkpoint(self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
 
@@ -180,12 +169,9 @@ class ShardedTrainer(Trainer):
             return
         # The file of the plain Trainer would hold rank 0's shards.
         folder = os.path.join(output_dir, SHARDED_STATE)
-        save(
-            next_state(folder),
-            self.model,
-            [_inner(self.optimizer)],
-            options=SaveOptions(keep=1),
-        )
+        # accelerate's wrapper steps only when gradients are complete.
+        optim = getattr(self.optimizer, "optimizer", self.optimizer)
+        save(next_state(folder), self.model, optim, options=SaveOptions(keep=1))
         if self.args.should_save:
             path = os.path.join(output_dir, _SCHEDULER)
             torch.save(self.lr_scheduler.state_dict(), path)
@@ -201,16 +187,15 @@ class ShardedTrainer(Trainer):
         if not os.path.isdir(folder):
             if os.path.isfile(os.path.join(checkpoint, _OPTIMIZER)):
                 raise ValueError(
-                    f"{checkpoint} has the optimizer state of an unsharded Trainer "
-                    f"({_OPTIMIZER}); expected the folder {SHARDED_STATE}. Remove "
-                    f"{_OPTIMIZER} to train on with the weights and a new optimizer "
-                    "state."
+                    f"{checkpoint} has the optimizer of an unsharded Trainer; expected "
+                    f"the folder {SHARDED_STATE}. Remove {_OPTIMIZER} to train on with "
+                    "the weights and a new optimizer state."
                 )
             # A checkpoint of ``save_only_model`` has weights alone.
             return
         # The trainer restores the random states itself.
-        optim = _inner(self.optimizer)
-        load(folder, self.model, [optim], options=LoadOptions(rng=False))
+        optim = getattr(self.optimizer, "optimizer", self.optimizer)
+        load(folder, self.model, optim, options=LoadOptions(rng=False))
         scheduler = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
 
@@ -220,17 +205,12 @@ def _order_of(kind: type) -> inspect.Signature:
     # TRL's second argument is a reference model, a teacher or reward functions. A class
     # between that passes on ``*args`` names nothing.
     behind = kind.__mro__[kind.__mro__.index(ShardedTrainer) + 1 :]
-    signatures = (
-        inspect.signature(vars(each)["__init__"])
-        for each in behind
-        if "__init__" in vars(each)
-    )
-    return next(
-        each
-        for each in signatures
-        if "args" in each.parameters
-        and each.parameters["args"].kind is not inspect.Parameter.VAR_POSITIONAL
-    )
+    inits = [vars(each)["__init__"] for each in behind if "__init__" in vars(each)]
+    for signature in map(inspect.signature, inits):
+        args = signature.parameters.get("args")
+        if args is not None and args.kind is not inspect.Parameter.VAR_POSITIONAL:
+            return signature
+    raise TypeError(f"no trainer behind {kind.__name__} takes args")
 
 
 def _sharding_of(
@@ -249,10 +229,3 @@ def _sharding_of(
     # Otherwise the trainer would make accelerate's plugin for torch's FSDP.
     args.fsdp, args.fsdp_config, args.fsdp_plugin_args = False, {}, None
     return as_sharding(config)
-
-
-def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer in accelerate's wrapper."""
-    # accelerate's wrapper steps only when gradients are complete.
-    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return inner

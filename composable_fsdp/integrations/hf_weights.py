@@ -36,8 +36,8 @@ from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.team import FirstError, team_of
 
 _SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_MAX_SHARD = "50GB"
-"""The default of transformers 5."""
+_MAX_SHARD = 50 * 10**9
+"""The default of transformers 5, in bytes."""
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _TEMPORARY = ".weights"
 
@@ -97,7 +97,7 @@ def write_weights(
     *,
     weights: bool = True,
     writes: bool,
-    max_bytes: int | None = None,
+    max_bytes: int = _MAX_SHARD,
 ) -> None:
     """Write a directory: ``others()`` writes all but the weights of the model.
 
@@ -108,11 +108,13 @@ def write_weights(
     own = FirstError()
     with own:
         if writes:
-            _prepare(folder, others)
+            folder.mkdir(parents=True, exist_ok=True)
+            # Left by a process that was killed while it wrote.
+            shutil.rmtree(folder / _TEMPORARY, ignore_errors=True)
+            others()
     team.agree(own.error)
     if not weights:
         return
-    size = _bytes_of(_MAX_SHARD) if max_bytes is None else max_bytes
     names, base = _file_names(model), _base_of(model)
     # Without buffers, as transformers counts.
     count = sum(
@@ -125,19 +127,11 @@ def write_weights(
         kept = {name: values[own] for own, name in names.items() if own in values}
         return to_file(base, kept)
 
-    wrote = export_module(folder / _TEMPORARY, model, size, rewrite=rewrite)
+    wrote = export_module(folder / _TEMPORARY, model, max_bytes, rewrite=rewrite)
     with own:
         if wrote:
             _replace(folder, count)
     team.agree(own.error)
-
-
-def _prepare(folder: Path, others: Callable[[], object]) -> None:
-    """Make the folder, write all but weights, and remove an interrupted save."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # Left by a process that was killed while it wrote.
-    shutil.rmtree(folder / _TEMPORARY, ignore_errors=True)
-    others()
 
 
 def _replace(folder: Path, count: int) -> None:
@@ -162,7 +156,7 @@ def _replace(folder: Path, count: int) -> None:
 
 def _file_names(model: nn.Module) -> dict[str, str]:
     """Return the names in files by those of ``model``, in the order of the files."""
-    base: Any = _base_of(model)
+    base = _base_of(model)
     ties = dict(getattr(base, "all_tied_weights_keys", None) or {})
     # Buffers that transformers computes again.
     left_out = set(getattr(base, "_keys_to_ignore_on_save", None) or ())
@@ -216,7 +210,11 @@ def load_pretrained(
 
         load_pretrained(model, "tiny-llama")
     """
-    _give_memory(model)
+    # ``to_empty`` would discard the values of a model that has some.
+    if any(each.is_meta for each in (*model.parameters(), *model.buffers())):
+        units = units_in(model)
+        # The device that units compute on.
+        model.to_empty(device=units[0].handle.layout.device if units else "cpu")
     _fill_buffers(model)
     # A rank that calls alone gets an error instead of a hang.
     team, own = team_of(model, "load_pretrained"), FirstError()
@@ -232,16 +230,6 @@ def load_pretrained(
         load(source, model, options=options)
 
 
-def _give_memory(model: nn.Module) -> None:
-    """Give tensors on meta memory on the device that their unit computes on."""
-    tensors = [*model.parameters(), *model.buffers()]
-    # ``to_empty`` would discard the values of a model that has some.
-    if any(tensor.is_meta for tensor in tensors):
-        units = units_in(model)
-        device = units[0].handle.layout.device if units else torch.device("cpu")
-        model.to_empty(device=device)
-
-
 def _fill_buffers(model: nn.Module) -> None:
     """Let transformers compute the buffers that are in no file."""
     holders = {name.rpartition(".")[0] for name in unfilled_buffers(model)}
@@ -249,25 +237,17 @@ def _fill_buffers(model: nn.Module) -> None:
         # The innermost model of transformers: a model may hold models with
         # configurations of their own, such as two towers.
         parts = holder.split(".") if holder else []
-        around = (
-            model.get_submodule(".".join(parts[:count]))
-            for count in range(len(parts), -1, -1)
-        )
-        inits = (getattr(each, "_init_weights", None) for each in around)
-        init = next(filter(callable, inits), None)
+        names = [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
+        around = [getattr(model.get_submodule(n), "_init_weights", None) for n in names]
         # Random numbers for parameters of the same module, which the files replace.
         with torch.random.fork_rng(devices=[]):
-            if init is not None:
+            for init in list(filter(callable, around))[:1]:
                 init(model.get_submodule(holder))
 
 
-def _base_of(model: nn.Module) -> nn.Module:
+def _base_of(model: Any) -> Any:
     """Return the model of transformers in a ``PeftModel``, or ``model``."""
-    if has_adapters(model) and hasattr(model, "get_base_model"):
-        base: Any = model
-        inner: nn.Module = base.get_base_model()
-        return inner
-    return model
+    return model.get_base_model() if has_adapters(model) else model
 
 
 def _bytes_of(size: int | str) -> int:

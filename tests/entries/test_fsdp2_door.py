@@ -182,8 +182,8 @@ def test_methods_that_cannot_be_honored_are_refused_with_the_way_out(
         assert "no value depends on it" in text
     for name, given in ACCEPTED.items():
         getattr(model, name)(*given)
-    for wrong, error in ((True, TypeError), (0, ValueError)):
-        with pytest.raises(error, match="set_reduce_scatter_max_input_buffers"):
+    for wrong in (True, 0):
+        with pytest.raises(ValueError, match="set_reduce_scatter_max_input_buffers"):
             model.set_reduce_scatter_max_input_buffers(wrong)
     with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
         model.set_reduce_scatter_divide_factor(2.0)

@@ -238,9 +238,9 @@ def tied(model: nn.Sequential) -> None:
     ("change", "text"),
     [
         (trained, "'1.weight', a Rows, is trainable"),
-        (forgetful, "'1.weight', a Forgetful, makes its tensor 'floats' anew"),
-        (nested, "'1.weight', a Rows, holds a Rows as 'scale'"),
-        (tied, "'1.weight' is '0.weight' as well"),
+        (forgetful, "'1.weight', a Forgetful, has a Tensor as 'floats'"),
+        (nested, "'1.weight', a Rows, has a Rows as 'scale'"),
+        (tied, "'1.weight', a Rows, is '0.weight' as well"),
     ],
 )
 def test_a_wrapper_that_cannot_be_opened_is_refused(change: Any, text: str) -> None:

@@ -6,6 +6,8 @@ as well.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from typing_extensions import assert_type
 
@@ -35,6 +37,11 @@ def taken(net: Net) -> None:
     assert_type(fsdp2.fully_shard(net, reshard_after_forward=2), fsdp2.FSDPModule)
     fsdp2.fully_shard(net).set_requires_gradient_sync(False)
     assert_type(label(net, "a", number=2), Net)
+    # No private class is revealed.
+    assert_type(fully_shard.state(net), Any | None)
+    assert_type(fsdp2.fully_shard.state(net), Any | None)
+    assert_type(replicate.state(net), Any | None)
+    assert_type(composable_fsdp.checkpoint.state(net), Any | None)
 
 
 def refused(net: Net) -> None:

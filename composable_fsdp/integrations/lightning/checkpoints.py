@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,33 +19,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composable_fsdp.comm.collectives import all_gather_object
 from composable_fsdp.comm.consensus import require_success_on_all_ranks
-from composable_fsdp.config import (
-    FullOptimStateDictConfig,
-    OptimStateKeyType,
-    StateDictType,
-)
+from composable_fsdp.config import OptimStateKeyType, StateDictType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.given_optimizers import full_state_dict, next_state
 from composable_fsdp.integrations.lightning.sharding import has_units
 from composable_fsdp.optim.keys import rekey_optim_state_dict
+from composable_fsdp.optim.legacy import full_optim_state_dict
 from composable_fsdp.optim.load import optim_state_dict_to_load
-from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.state_dict.settings import state_dict_type
 from composable_fsdp.storage.commit import Folder, newest_in
+from composable_fsdp.storage.directory import MANIFEST
 from composable_fsdp.storage.formats.nested import nested_tree, read_all
 from composable_fsdp.storage.load import LoadOptions, load
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.save import SaveOptions, save
-from composable_fsdp.storage.stateful import rng_state, set_rng_state
 
 REST = "lightning"
 """The key in ``extra`` of the bytes of everything but model and optimizers."""
 NAMES = "composable_fsdp_optimizers"
 """The key in the rest of the parameter names of each optimizer, group by group."""
-RANDOM = "composable_fsdp_random_states"
-"""The key in a full checkpoint of Fabric of the random states, rank by rank."""
 
 
 @contextmanager
@@ -77,17 +69,10 @@ def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, A
     """Return the state of the plain optimizer on the CPU of rank 0; else ``{}``."""
     if not has_units(module):
         return optimizer.state_dict()
-    full = StateDictType.FULL_STATE_DICT
-    config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    # The context leaves the settings of the user for other state dicts.
-    with state_dict_type(module, full, None, config):
-        state = optim_state_dict(module, optimizer)
-    if not state:
-        return {}
+    state = full_optim_state_dict(module, optimizer)
     # By number, as a plain optimizer: any strategy can load the file.
-    return rekey_optim_state_dict(
-        state, OptimStateKeyType.PARAM_ID, module, optim=optimizer
-    )
+    by_number = OptimStateKeyType.PARAM_ID
+    return state and rekey_optim_state_dict(state, by_number, module, optim=optimizer)
 
 
 def load_full_optimizer_state(
@@ -101,27 +86,59 @@ def load_full_optimizer_state(
         optim_state_dict_to_load(module, optimizer, state, load_directly=True)
 
 
-def random_states() -> list[dict[str, Any]]:
-    """Return the random states of all ranks. Collective: an all-gather of objects."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    return [rng_state()] if world is None else all_gather_object(rng_state(), world)
+def require_form(path: str | os.PathLike[str], *, sharded: bool) -> None:
+    """Raise CheckpointError if a checkpoint of the other form may be at ``path``."""
+    if (os.path.isfile if sharded else os.path.isdir)(path):
+        has, is_a = "is a directory (a sharded checkpoint?)", "a full one is a file"
+        if sharded:
+            has, is_a = "is a file (a full checkpoint?)", "a sharded one is a directory"
+        raise CheckpointError(
+            f"{os.fspath(path)} {has}, and {is_a}. Remove it, or save under another "
+            "name (another dirpath or filename of ModelCheckpoint)."
+        )
 
 
-def restore_random(states: Sequence[dict[str, Any]], path: object) -> None:
-    """Set this rank's generators as saved; a rank that did not save keeps its own."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if rank < len(states):
-        set_rng_state(states[rank], str(path))
-
-
-def read_full(path: str | os.PathLike[str], weights_only: bool | None) -> Any:
-    """Return the dictionary in a file of ``torch.save``, with tensors on the CPU.
+def read_full(
+    file: str | os.PathLike[str] | io.BytesIO,
+    weights_only: bool | None,
+    *,
+    name: str | os.PathLike[str] = "",
+) -> Any:
+    """Return the content of a file of ``torch.save``, with tensors on the CPU.
 
     Raises: CheckpointError, for objects in the file, unless ``weights_only`` is False.
     """
-    # Files of torch before 1.6 are no archives and cannot be mapped.
-    mapped = zipfile.is_zipfile(path)
-    return _unpickle(os.fspath(path), weights_only, mmap=mapped)
+    in_memory = isinstance(file, io.BytesIO)
+    try:
+        return torch.load(file, "cpu", weights_only=weights_only, mmap=not in_memory)
+    except Exception as error:
+        # Damaged and missing files keep their own errors.
+        text = str(error)
+        if "weights_only" not in text.lower():
+            raise
+        # torch names the class that its restricted reader refused.
+        found = re.search(r"GLOBAL ([\w.]+)", text)
+        raise CheckpointError(
+            f"{name or file} holds {found[1] if found else 'an object'}, which "
+            "torch.load refuses by default (weights_only=True): hyperparameters or "
+            "states of callbacks that are objects. If you trust the file, pass "
+            "weights_only=False to the strategy, or to load_from_checkpoint; or name "
+            "the class by torch.serialization.add_safe_globals."
+        ) from error
+
+
+def read_file(path: str, weights_only: bool | None, checkpoint_io: Any) -> Any:
+    """Return the content of a full checkpoint; ``checkpoint_io`` knows URLs."""
+    if os.path.isdir(path):
+        raise CheckpointError(
+            f"{path} is a directory without {MANIFEST}; expected a file or a directory "
+            "that state_dict_type='sharded' wrote. If Lightning's FSDPStrategy or "
+            "ModelParallelStrategy wrote it, run python -m lightning.pytorch.utilities."
+            f"consolidate_checkpoint {path}, and pass the file that it writes."
+        )
+    if os.path.isfile(path):
+        return read_full(path, weights_only)
+    return checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 
 
 def write_sharded(
@@ -140,12 +157,7 @@ def write_sharded(
         # ``save`` takes the path of rank 0, so only rank 0 looks at the directory.
         if not dist.is_initialized() or dist.get_rank() == 0:
             path = os.path.abspath(path)
-            if os.path.isfile(path):
-                raise CheckpointError(
-                    f"{path} is a file (a full checkpoint?), and a sharded checkpoint "
-                    "is a directory. Remove the file, or save under another name "
-                    "(another dirpath or filename of ModelCheckpoint)."
-                )
+            require_form(path, sharded=True)
             state = next_state(path)
             names = {id(each): name for name, each in module.named_parameters()}
             of_groups = [
@@ -228,10 +240,9 @@ def consolidate(
             f"{os.fspath(file)} exists already, and nothing is overwritten. Choose "
             "another name, or remove it first."
         )
-    checkpoint = read_whole(directory, weights_only)
     # Under another name first: a crash leaves no half of a checkpoint at ``file``.
     made = f"{os.fspath(file)}.tmp"
-    torch.save(checkpoint, made)
+    torch.save(read_whole(directory, weights_only), made)
     os.replace(made, file)
 
 
@@ -268,32 +279,6 @@ def _rest_of(
     written = extra.get(REST) if isinstance(extra, Mapping) else None
     if not isinstance(written, Tensor):
         return {}
-    rest = _unpickle(io.BytesIO(written.numpy().tobytes()), weights_only, at=path)
-    return rest if isinstance(rest, dict) else {}
-
-
-def _unpickle(
-    file: str | io.BytesIO,
-    weights_only: bool | None,
-    *,
-    mmap: bool = False,
-    at: str | os.PathLike[str] = "",
-) -> Any:
-    """Return ``torch.load`` of a file; say the way out if objects are refused."""
-    try:
-        return torch.load(file, "cpu", weights_only=weights_only, mmap=mmap)
-    except Exception as error:
-        # Damaged and missing files keep their own errors.
-        text = str(error)
-        if "weights_only" not in text.lower():
-            raise
-        # torch names the class that its restricted reader refused.
-        found = re.search(r"GLOBAL ([\w.]+)", text)
-        raise CheckpointError(
-            f"{file if isinstance(file, str) else os.fspath(at)} holds "
-            f"{found[1] if found else 'an object'}, which torch.load refuses by "
-            "default (weights_only=True): hyperparameters or states of callbacks that "
-            "are objects. If you trust the file, pass weights_only=False to the "
-            "strategy, or to load_from_checkpoint; or name the class by "
-            "torch.serialization.add_safe_globals."
-        ) from error
+    file = io.BytesIO(written.numpy().tobytes())
+    rest: dict[str, Any] = read_full(file, weights_only, name=path)
+    return rest

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
-from lightning.fabric.strategies import (
-    STRATEGY_REGISTRY,
-    DDPStrategy,
-    ParallelStrategy,
-)
+import torch.distributed as dist
+from lightning.fabric.plugins import precision as plugins
+from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from lightning.fabric.strategies.strategy import (
     _apply_filter,
     _BackwardSyncControl,
@@ -25,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
+from composable_fsdp.comm.collectives import all_gather_object
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.given_optimizers import shard_state
 from composable_fsdp.integrations.lightning import checkpoints, precision
@@ -34,11 +32,13 @@ from composable_fsdp.integrations.lightning.strategy import (
     ShardingStrategyMixin,
     move_to_device,
 )
+from composable_fsdp.storage.stateful import rng_state, set_rng_state
+
+RANDOM = "composable_fsdp_random_states"
+"""The key in a full checkpoint of the random states, rank by rank."""
 
 
-class ComposableFSDPFabricStrategy(
-    ShardingStrategyMixin, ParallelStrategy, like=DDPStrategy
-):
+class ComposableFSDPFabricStrategy(ShardingStrategyMixin, DDPStrategy):
     """Shards modules with ``fully_shard`` in ``Fabric.setup``.
 
     Importing ``composable_fsdp.lightning`` also registers the names "composable_fsdp",
@@ -64,12 +64,7 @@ class ComposableFSDPFabricStrategy(
 
     @precision.setter
     def precision(self, plugin: Any) -> None:
-        self._precision = precision.for_fabric(plugin)
-
-    def setup_environment(self) -> None:
-        """Start the process group. Collective: the meeting of all ranks."""
-        super().setup_environment()
-        self._setup_distributed()
+        self._precision = precision.for_shards(plugin, plugins)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Do nothing before sharding: a whole model need not fit into a GPU."""
@@ -77,8 +72,8 @@ class ComposableFSDPFabricStrategy(
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the parameters that no unit holds; return ``module``."""
         # Fabric casts the inputs and the outputs of the module itself.
-        kind = getattr(self.precision, "precision", "")
-        shard(module, self._options_here(), precision.mixed_precision(kind))
+        mixed = precision.mixed_precision(self.precision)
+        shard(module, self._options_here(), mixed)
         move_to_device(module, self.root_device)
         return module
 
@@ -87,14 +82,14 @@ class ComposableFSDPFabricStrategy(
         shard_state(optimizer)
         return optimizer
 
-    def module_init_context(
-        self, empty_init: bool | None = None
-    ) -> AbstractContextManager[Any]:
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Create modules on the CPU, or on meta with ``empty_init``."""
-        stack = ExitStack()
-        stack.enter_context(torch.device("meta") if empty_init else nullcontext())
-        stack.enter_context(self.precision.module_init_context())
-        return stack
+        with (
+            torch.device("meta") if empty_init else nullcontext(),
+            self.precision.module_init_context(),
+        ):
+            yield
 
     def clip_gradients_norm(
         self,
@@ -134,7 +129,9 @@ class ComposableFSDPFabricStrategy(
                 _apply_filter(name, filter or {}, _full(state, value), full)
             # As ``composable_fsdp.save``: weights alone need no random states.
             if optimizers:
-                full[checkpoints.RANDOM] = checkpoints.random_states()
+                world = dist.group.WORLD
+                assert world is not None  # launched
+                full[RANDOM] = all_gather_object(rng_state(), world)
             with checkpoints.alike_on_all_ranks():
                 if self.is_global_zero:
                     self.checkpoint_io.save_checkpoint(
@@ -150,8 +147,8 @@ class ComposableFSDPFabricStrategy(
                     "state_dict_type='full'."
                 )
         # Tensors go into the files of the ranks, everything else into ``extra``.
-        plain = {name: _plain(value) for name, value in rest.items()}
-        checkpoints.write_sharded(path, module, optimizers, plain)
+        plain = {name: _full(state, value) for name, value in rest.items()}
+        checkpoints.write_sharded(path, module, [*optimizers.values()], plain)
 
     def load_checkpoint(
         self,
@@ -170,13 +167,9 @@ class ComposableFSDPFabricStrategy(
         if checkpoints.is_sharded_checkpoint(path):
             return self._load_sharded(path, state, strict, weights_only)
         with checkpoints.alike_on_all_ranks():
-            found: dict[str, Any]
-            if os.path.isfile(path):
-                found = checkpoints.read_full(path, weights_only)
-            else:
-                found = self.checkpoint_io.load_checkpoint(
-                    path, weights_only=weights_only
-                )
+            found: dict[str, Any] = checkpoints.read_file(
+                path, weights_only, self.checkpoint_io
+            )
             if not state:
                 return found
             # ``fabric.load_raw``: the file is the state dict itself.
@@ -184,15 +177,13 @@ class ComposableFSDPFabricStrategy(
                 state.load_state_dict(found, strict=strict)
                 return {}
             if isinstance(state, Optimizer):
-                raise CheckpointError(
-                    "The state of an optimizer is named by the model's parameters: "
-                    "pass state={'model': model, 'optimizer': optimizer}."
-                )
+                _module_of({}, state)  # raises: the names come from a module
             _validate_keys_for_strict_loading(state.keys(), found.keys(), strict)
             _load_full(state, found, strict)
-            random = found.pop(checkpoints.RANDOM, ())
-            if _parts(state)[1]:
-                checkpoints.restore_random(random, path)
+            random = found.pop(RANDOM, ())
+            # A rank that did not save keeps its own.
+            if _parts(state)[1] and self.global_rank < len(random):
+                set_rng_state(random[self.global_rank], str(path))
             return found
 
     def _load_sharded(
@@ -205,8 +196,9 @@ class ComposableFSDPFabricStrategy(
             given = {"model": state} if isinstance(state, nn.Module) else state
             modules, optimizers, others = _parts(given)
             module = _only_module(modules, given)
+        optims = [*optimizers.values()] or None
         rest = checkpoints.read_sharded(
-            path, module, optimizers or None, strict=strict, weights_only=weights_only
+            path, module, optims, strict=strict, weights_only=weights_only
         )
         # Written for ``consolidate``, and of no use to the caller.
         rest.pop(checkpoints.NAMES, None)
@@ -227,19 +219,15 @@ class _NoSync(_BackwardSyncControl):
         return no_sync(module) if enabled and has_units(module) else nullcontext()
 
 
-def _parts(
-    state: dict[str, Any],
-) -> tuple[list[nn.Module], list[Optimizer], dict[str, Any]]:
+def _parts(state: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     """Return the modules, the optimizers and the other values of ``state``."""
-    values = state.values()
-    return (
-        [value for value in values if isinstance(value, nn.Module)],
-        [value for value in values if isinstance(value, Optimizer)],
-        {k: v for k, v in state.items() if not isinstance(v, (nn.Module, Optimizer))},
-    )
+    modules = {k: v for k, v in state.items() if isinstance(v, nn.Module)}
+    optimizers = {k: v for k, v in state.items() if isinstance(v, Optimizer)}
+    rest = {k: v for k, v in state.items() if k not in modules.keys() | optimizers}
+    return modules, optimizers, rest
 
 
-def _only_module(modules: list[nn.Module], state: dict[str, Any]) -> nn.Module:
+def _only_module(modules: dict[str, nn.Module], state: dict[str, Any]) -> nn.Module:
     """Return the module of ``state``. Raises: CheckpointError, unless there is one."""
     if len(modules) != 1:
         raise CheckpointError(
@@ -247,7 +235,7 @@ def _only_module(modules: list[nn.Module], state: dict[str, Any]) -> nn.Module:
             f"{', '.join(state)}. Save each model under a path of its own, or pass "
             "state_dict_type='full'."
         )
-    return modules[0]
+    return next(iter(modules.values()))
 
 
 def _full(state: dict[str, Any], value: Any) -> Any:
@@ -256,11 +244,6 @@ def _full(state: dict[str, Any], value: Any) -> Any:
         return checkpoints.full_model_state(value)
     if isinstance(value, Optimizer):
         return checkpoints.full_optimizer_state(_module_of(state, value), value)
-    return _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    """Return the state of a scheduler or another object with a state dict."""
     return value.state_dict() if isinstance(value, _Stateful) else value
 
 
@@ -268,8 +251,8 @@ def _module_of(state: dict[str, Any], optimizer: Optimizer) -> Any:
     """Return the module of ``state`` whose parameters ``optimizer`` holds."""
     # Several models in a state are told apart by their parameters.
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for module in _parts(state)[0]:
-        if held <= {id(p) for p in module.parameters()}:
+    for module in _parts(state)[0].values():
+        if held <= set(map(id, module.parameters())):
             return module
     raise CheckpointError(
         "The state has an optimizer and no module with its parameters; names and "
@@ -281,15 +264,14 @@ def _module_of(state: dict[str, Any], optimizer: Optimizer) -> Any:
 def _load_full(state: dict[str, Any], found: dict[str, Any], strict: bool) -> None:
     """Load modules, then optimizers, then other values; remove them from ``found``."""
     saved = {name: value for name, value in state.items() if name in found}
+    modules, optimizers, rest = _parts(saved)
     # Modules come first: a wrong model should be told by its own error.
-    for name, value in saved.items():
-        if isinstance(value, nn.Module):
-            value.load_state_dict(found.pop(name), strict=strict)
-    for name, value in saved.items():
-        if isinstance(value, Optimizer):
-            module = _module_of(state, value)
-            checkpoints.load_full_optimizer_state(module, value, found.pop(name))
-    _load_values(state, found, _parts(saved)[2])
+    for name, module in modules.items():
+        module.load_state_dict(found.pop(name), strict=strict)
+    for name, optimizer in optimizers.items():
+        module = _module_of(state, optimizer)
+        checkpoints.load_full_optimizer_state(module, optimizer, found.pop(name))
+    _load_values(state, found, rest)
 
 
 def _load_values(
@@ -297,11 +279,9 @@ def _load_values(
 ) -> None:
     """Give objects of ``state`` their saved state, and other values in its place."""
     for name in names:
-        if name not in found:
-            continue
-        if isinstance(state[name], _Stateful):
+        if name in found and isinstance(state[name], _Stateful):
             state[name].load_state_dict(found.pop(name))
-        else:
+        elif name in found:
             state[name] = found.pop(name)
 
 

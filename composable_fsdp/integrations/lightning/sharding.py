@@ -6,7 +6,9 @@ With manual optimization a step also runs backward, so each child is a root of i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -29,6 +31,8 @@ AUTO = "auto"
 
 _sharded_here: WeakSet[nn.Module] = WeakSet()
 """Roots that a strategy made; the other roots are the user's."""
+_cast_here: WeakSet[nn.Module] = WeakSet()
+"""Modules whose inputs a strategy has cast."""
 
 
 def shard(
@@ -41,7 +45,7 @@ def shard(
     """Shard the parameters of ``module`` that no unit holds yet, except of metrics.
 
     Raises: CompositionError, if an earlier strategy sharded the module differently, or
-        if without one root a parameter is in no child with a forward.
+        if without one root a parameter is not in exactly one child with a forward.
     """
     # Metrics such as FID hold networks of their own, which are replicated: torchmetrics
     # copies and moves their tensors as whole tensors.
@@ -55,7 +59,10 @@ def shard(
     own_precision = chosen.pop("mixed_precision", None)
     chosen["mixed_precision"] = own_precision or mixed_precision
     policy = chosen.pop("policy", AUTO)
-    for root in _roots(module, kept, has_one_root=has_one_root):
+    roots = [module] if has_one_root else _children(module, kept)
+    # Roots that were sharded before are checked again for equal settings.
+    roots = [each for each in roots if _is_to_shard(each, kept)]
+    for root in roots:
         fully_shard(
             root,
             policy=_repeated_layers(root) if policy == AUTO else policy,
@@ -68,41 +75,50 @@ def shard(
         _sharded_here.add(root)
     # With several roots each root casts its own inputs; the user's own MixedPrecision
     # says itself which inputs are cast.
-    if mixed_precision is not None and own_precision is None and has_one_root:
-        _cast_inputs_of_children(module, mixed_precision, ignored)
+    dtype = mixed_precision and mixed_precision.param_dtype
+    if dtype and own_precision is None and has_one_root:
+        _cast_children(module, dtype, ignored)
 
 
-def _roots(
-    module: nn.Module, kept: set[int], *, has_one_root: bool
-) -> Iterator[nn.Module]:
-    """Yield the modules to shard, with those that a strategy sharded before."""
-    if has_one_root:
-        if _is_to_shard(module, kept):
-            yield module
-        return
-    for name, child in _callable_parts(module):
-        if _is_to_shard(child, kept):
-            _refuse_shared(module, name, child)
-            yield child
-    # Parameters of the module itself, and of containers, have no forward that could
-    # gather them.
-    reached = {
-        id(p) for _, child in _callable_parts(module) for p in child.parameters()
-    }
-    outside = [
+def _cast_children(
+    module: nn.Module, dtype: torch.dtype, ignored: list[nn.Module]
+) -> None:
+    """Have the children of ``module`` cast floating point inputs, once per child."""
+    # Parameters that the root holds are gathered in half precision, and layers such
+    # as LayerNorm refuse inputs of another dtype on a CPU, under autocast, too.
+    cast = partial(_cast_inputs, dtype)
+    for child in _callable_parts(module):
+        left_out = child in ignored or next(child.parameters(), None) is None
+        # A fit after a fit must not register the pre-hook again.
+        if not left_out and child not in _cast_here:
+            child.register_forward_pre_hook(cast, with_kwargs=True)
+            _cast_here.add(child)
+
+
+def _children(module: nn.Module, kept: set[int]) -> list[nn.Module]:
+    """Return the roots of ``module`` if its steps run backward; or raise."""
+    parts = list(_callable_parts(module))
+    holders = Counter(id(p) for part in parts for p in part.parameters())
+    # A parameter of the module itself, or of a container, has no forward that could
+    # gather it, and a tied one has several.
+    alone = [
         name
         for name, parameter in module.named_parameters()
-        if id(parameter) not in reached | kept and find_leaf(parameter) is None
+        if holders[id(parameter)] != 1
+        and id(parameter) not in kept
+        and find_leaf(parameter) is None
     ]
-    if outside:
+    if alone:
         raise CompositionError(
             f"{type(module).__name__} optimizes by hand (automatic_optimization=False),"
             " so each of its children is sharded on its own; its parameters "
-            f"{listed([quoted(each) for each in outside])} belong to no child with a "
-            "forward. Put them into a module with a forward, or shard by hand in "
-            "configure_model, or pass ignored_states=[...] to the strategy (each rank "
-            "then holds them whole, and you average their gradients)."
+            f"{listed(map(quoted, alone))} belong to no child with a forward, or to "
+            "several. Put them into one module with a forward and call that module, or "
+            "shard by hand in configure_model, or pass ignored_states=[...] to the "
+            "strategy (each rank then holds them whole, and you average their "
+            "gradients)."
         )
+    return parts
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -117,40 +133,20 @@ def has_units(module: nn.Module) -> bool:
 
 def _is_to_shard(module: nn.Module, kept: set[int]) -> bool:
     """Return whether ``module`` is a root of a strategy, or has parameters for one."""
-    # Roots that were sharded before are checked again for equal settings. A module that
-    # the user made a unit by hand holds every parameter already.
+    # A module that the user made a unit by hand holds every parameter already.
     if is_unit(module):
         return module in _sharded_here
     return any(id(p) not in kept and find_leaf(p) is None for p in module.parameters())
 
 
-def _callable_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the nearest modules below ``module`` that have a forward, with names."""
-    for name, child in module.named_children():
-        if isinstance(child, Metric):
-            continue
+def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the nearest modules below ``module`` that have a forward."""
+    for child in module.children():
         # A list of modules is never called; its entries are.
-        if has_forward(child):
-            yield name, child
-        else:
-            for inner, part in _callable_parts(child):
-                yield f"{name}.{inner}", part
-
-
-def _refuse_shared(module: nn.Module, name: str, child: nn.Module) -> None:
-    """Refuse a parameter that ``child`` shares with a module outside of ``child``."""
-    # All names of tied parameters, because the first name alone would hide the tie.
-    inside = dict(child.named_parameters(prefix=name, remove_duplicate=False))
-    identities = {id(parameter): path for path, parameter in inside.items()}
-    for path, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in identities and path not in inside:
-            raise CompositionError(
-                f"{quoted(identities[id(parameter)])} and {quoted(path)} are the same "
-                f"parameter, and {type(module).__name__} optimizes by hand "
-                "(automatic_optimization=False), so each of its children is sharded on "
-                "its own. Put both modules into one module with a forward, and call "
-                "that module."
-            )
+        if not has_forward(child):
+            yield from _callable_parts(child)
+        elif not isinstance(child, Metric):
+            yield child
 
 
 def _repeated_layers(root: nn.Module) -> NoSplitPolicy:
@@ -167,31 +163,6 @@ def _repeated_layers(root: nn.Module) -> NoSplitPolicy:
     return NoSplitPolicy(sorted(named & there) or None)
 
 
-def _cast_inputs_of_children(
-    module: nn.Module, mixed_precision: MixedPrecision, ignored: list[nn.Module]
-) -> None:
-    """Have the children of ``module`` cast floating point inputs, once per child."""
-    dtype = mixed_precision.param_dtype
-    if dtype is None:
-        return
-    # Parameters that the root holds are gathered in half precision, and layers such as
-    # LayerNorm refuse inputs of another dtype on a CPU, under autocast, too.
-    cast = _InputCast(dtype)
-    for _, child in _callable_parts(module):
-        held = next(child.parameters(), None)
-        if child in ignored or held is None:
-            continue
-        # A fit after a fit must not register the pre-hook again.
-        hooks = child._forward_pre_hooks.values()
-        if not any(isinstance(hook, _InputCast) for hook in hooks):
-            child.register_forward_pre_hook(cast, with_kwargs=True)
-
-
-class _InputCast:
-    """A forward pre-hook that casts floating point tensors among the inputs."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast_floating((args, kwargs), self.dtype)
+def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Cast floating point tensors among the inputs; a forward pre-hook."""
+    return cast_floating((args, kwargs), dtype)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,13 +25,12 @@ NAMES: dict[str, dict[str, Any]] = {
 }
 """Names for ``strategy=``, with the arguments that they stand for."""
 
-_BORROWED = (
-    *("root_device", "num_nodes", "num_processes", "distributed_sampler_kwargs"),
-    *("process_group_backend", "get_process_group_backend", "configure_launcher"),
-    *("setup_distributed", "set_world_ranks", "determine_ddp_device_ids"),
-    *("all_reduce", "barrier", "broadcast"),
+_LIGHTNINGS = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"),
+    *("precision", "precision_plugin", "process_group_backend", "timeout"),
+    "start_method",
 )
-"""What the strategies have from ``DDPStrategy``, where some have an underscore."""
+"""Arguments of Lightning's ``DDPStrategy`` that do not concern DDP."""
 
 FULL, SHARDED = STATE_DICT_TYPES = ("full", "sharded")
 
@@ -47,7 +44,9 @@ _ORIGIN = "these are names of torch's FSDP and of Lightning's FSDPStrategy: {}"
 
 
 class ShardingStrategyMixin:
-    """The arguments of both strategies; stands before Lightning's ``ParallelStrategy``.
+    """The arguments of both strategies; stands before Lightning's ``DDPStrategy``.
+
+    From ``DDPStrategy`` come the processes, the group and its functions.
 
     Args:
         state_dict_type: "full" (default): a checkpoint is a file as of any strategy,
@@ -70,6 +69,7 @@ class ShardingStrategyMixin:
     """
 
     root_device: torch.device
+    num_nodes: int
     num_processes: int
 
     def __init__(
@@ -77,9 +77,6 @@ class ShardingStrategyMixin:
         *,
         state_dict_type: str = FULL,
         forward_methods: tuple[str, ...] = (),
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        start_method: str = "popen",
         **sharding: Any,
     ) -> None:
         api = type(self).__name__
@@ -88,12 +85,13 @@ class ShardingStrategyMixin:
                 f"{api} expects state_dict_type='full' (a file) or 'sharded' (a "
                 f"directory, each rank writes its part), got {state_dict_type!r}."
             )
-        own = inspect.signature(super().__init__).parameters
+        theirs = inspect.signature(super().__init__).parameters
+        own = [name for name in _LIGHTNINGS if name in theirs]
         super().__init__(**{n: sharding.pop(n) for n in own if n in sharding})
         # In the constructor: at the first fit, errors come from within Lightning.
         # fully_shard would name its own arguments alone, and not those of the strategy.
-        mine = ShardingStrategyMixin.__init__.__kwdefaults__ or {}
-        taken = [*mine, *own, *inspect.signature(fully_shard).parameters]
+        taken = ["state_dict_type", "forward_methods", *own]
+        taken += inspect.signature(fully_shard).parameters
         taken = [name for name in taken if name not in ("module", "if_sharded")]
         if unknown := sorted(sharding.keys() - set(taken)):
             raise TypeError(unknown_text(unknown, taken, api, _OTHER_NAMES, _ORIGIN))
@@ -115,18 +113,6 @@ class ShardingStrategyMixin:
             )
         self._state_dict_type = state_dict_type
         self.forward_methods = tuple(forward_methods)
-        # Names that the methods of DDPStrategy read.
-        self._process_group_backend = process_group_backend
-        self._timeout, self._start_method = timeout, start_method
-        self._num_nodes = 1
-
-    def __init_subclass__(cls, like: type | None = None, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # Processes start and meet as those of DDPStrategy do. A subclass of DDPStrategy
-        # would be taken for DDP where Lightning asks isinstance.
-        for name, value in vars(like).items() if like is not None else ():
-            if name.removeprefix("_") in _BORROWED:
-                setattr(cls, name, value)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -144,7 +130,7 @@ class ShardingStrategyMixin:
         is_hybrid = chosen.get("strategy") in HYBRID
         if mesh is None and chosen.get("process_group") is None and is_hybrid:
             # Lightning's own launcher does not tell the ranks per node to torch.
-            mesh = (self._num_nodes, self.num_processes)
+            mesh = (self.num_nodes, self.num_processes)
         if isinstance(mesh, tuple):
             # fully_shard reads a mesh by position; names are for a reader of messages.
             chosen["device_mesh"] = init_device_mesh(

@@ -10,20 +10,16 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partialmethod
+from functools import partialmethod, wraps
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import TorchCheckpointIO
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    ParallelStrategy,
-    StrategyRegistry,
-)
+from lightning.pytorch.plugins import precision as plugins
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -31,7 +27,7 @@ from torch.utils import _pytree
 
 from composable_fsdp.access.grads import no_sync
 from composable_fsdp.access.manual import register_forward_method
-from composable_fsdp.errors import CheckpointError
+from composable_fsdp.errors import CheckpointError, CompositionError
 from composable_fsdp.integrations.lightning import checkpoints, precision
 from composable_fsdp.integrations.lightning.sharding import has_units, shard
 from composable_fsdp.integrations.lightning.strategy import (
@@ -40,15 +36,15 @@ from composable_fsdp.integrations.lightning.strategy import (
     ShardingStrategyMixin,
     move_to_device,
 )
+from composable_fsdp.naming import listed
 from composable_fsdp.runtime.hooks import call_method
-from composable_fsdp.storage.directory import MANIFEST
 from composable_fsdp.tree.traversal import _get_unit_state
 
 _LOADED = "composable_fsdp_loaded"
 """A key in a checkpoint whose model and optimizers are loaded already."""
 
 
-class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy, like=DDPStrategy):
+class ComposableFSDPStrategy(ShardingStrategyMixin, DDPStrategy):
     """Shards the LightningModule with ``fully_shard``; for ``Trainer(strategy=...)``.
 
     Importing ``composable_fsdp.lightning`` also registers the names "composable_fsdp",
@@ -73,8 +69,6 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy, like=DDPSt
         super().__init__(**options)
         self._weights_only = weights_only
 
-    is_distributed = True
-    """Makes the Trainer give each rank its part of the data."""
     restore_checkpoint_after_setup = True
     """Checkpoints are loaded into the sharded model."""
 
@@ -85,19 +79,18 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy, like=DDPSt
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        # The Trainer chooses plugins by the class of the strategy, and gives ours the
-        # plugins for whole parameters.
-        self._precision_plugin = precision.for_trainer(plugin)
-
-    def setup_environment(self) -> None:
-        """Start the process group. Collective: the meeting of all ranks."""
-        super().setup_environment()
-        self.setup_distributed()
+        self._precision_plugin = precision.for_shards(plugin, plugins)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the module and create the optimizers, as ``fully_shard``."""
         self.accelerator.setup(trainer)
         module = self.lightning_module
+        # Lightning takes a subclass of DDPStrategy for one that can.
+        if module._compiler_ctx is not None:
+            raise CompositionError(
+                f"{type(self).__name__} got a compiled {type(module).__name__}, "
+                "expected a plain one. Compile its layers instead: layer.compile()."
+            )
         # Lightning creates optimizers to fit only.
         fits = trainer.state.fn == TrainerFn.FITTING
         # Before sharding, because the conversion replaces modules.
@@ -106,7 +99,7 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy, like=DDPSt
         # Before sharding, too: shards are cut from parameters of the final dtype.
         module = self.precision_plugin.convert_module(module)
         # Units gather in this dtype; autocast of the plugin covers the code around.
-        mixed = precision.mixed_precision(self.precision_plugin.precision)
+        mixed = precision.mixed_precision(self.precision_plugin)
         steps = module.automatic_optimization
         # The process group exists from here on, so a mesh can be made.
         options = self._options_here()
@@ -119,18 +112,14 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy, like=DDPSt
         self.model = module
         self.model_to_device()
         if fits:
+            # Those of an earlier fit would be saved beside the new optimizers.
+            self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
         """Move tensors outside of units; units are where ``fully_shard`` put them."""
         move_to_device(self.lightning_module, self.root_device)
-
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Create the optimizers anew, over the sharded parameters."""
-        # Those of an earlier fit would be saved beside the new optimizers.
-        self._reset_optimizers_and_schedulers()
-        super().setup_optimizers(trainer)
 
     def _step(self, name: str, context: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run the method ``name`` of the module, with full root parameters."""
@@ -156,14 +145,6 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy, like=DDPSt
         module = self.lightning_module
         with no_sync(module) if has_units(module) else nullcontext():
             yield
-
-    def reduce(
-        self, tensor: Any, group: Any = None, reduce_op: Any = "mean"
-    ) -> Tensor | Any:
-        """Return a tensor reduced over the ranks; another value is returned as is."""
-        if isinstance(tensor, Tensor):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -201,16 +182,26 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy, like=DDPSt
         path = self.broadcast(filepath)
         if self._state_dict_type == FULL:
             with checkpoints.alike_on_all_ranks():
-                if os.path.isdir(path):
-                    raise CheckpointError(
-                        f"{path} is a directory (a sharded checkpoint?), and a full "
-                        "checkpoint is a file. Remove the directory, or save under "
-                        "another name."
-                    )
+                checkpoints.require_form(path, sharded=False)
                 super().save_checkpoint(checkpoint, path, storage_options)
             return
+        # Lightning sets its default CheckpointIO by itself.
+        is_default = type(self._checkpoint_io) in (type(None), TorchCheckpointIO)
         with checkpoints.alike_on_all_ranks():
-            self._require_plain(checkpoint, storage_options)
+            # A hook of the user changed the dictionary, and expects it to be saved.
+            if checkpoint.get("state_dict"):
+                raise CheckpointError(
+                    f"on_save_checkpoint put {listed(checkpoint['state_dict'])} into "
+                    "checkpoint['state_dict'], which is empty for a sharded checkpoint:"
+                    " each rank writes its own weights. Put other values under another "
+                    "key of checkpoint, or pass state_dict_type='full'."
+                )
+            if storage_options is not None or not is_default:
+                raise CheckpointError(
+                    "Each rank writes its part of a sharded checkpoint, without a "
+                    "CheckpointIO. Leave CheckpointIO and storage_options away, or "
+                    "pass state_dict_type='full'."
+                )
         # Without the key, the callback asked for weights alone.
         optimizers = self.optimizers if "optimizer_states" in checkpoint else None
         left_out = ("state_dict", "optimizer_states")
@@ -231,12 +222,9 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy, like=DDPSt
         if checkpoints.is_sharded_checkpoint(path):
             return self._load_sharded(path, weights_only)
         with checkpoints.alike_on_all_ranks():
-            if os.path.isdir(path):
-                raise _foreign_directory(path)
-            # Missing, or remote: Lightning's own reader knows URLs.
-            is_file = os.path.isfile(path)
-            read = checkpoints.read_full if is_file else super().load_checkpoint
-            found: dict[str, Any] = read(path, weights_only)
+            found: dict[str, Any] = checkpoints.read_file(
+                path, weights_only, self.checkpoint_io
+            )
             return found
 
     def load_model_state_dict(
@@ -255,10 +243,9 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy, like=DDPSt
         with checkpoints.alike_on_all_ranks():
             if len(states) != len(self.optimizers):
                 raise CheckpointError(
-                    f"The checkpoint holds the state of {len(states)} optimizers, and "
-                    f"configure_optimizers made {len(self.optimizers)}. Make the same "
-                    "optimizers, or start from the weights alone by "
-                    "load_from_checkpoint."
+                    f"The checkpoint has {len(states)} optimizers; expected the "
+                    f"{len(self.optimizers)} of configure_optimizers. To start from "
+                    "the weights alone, call load_from_checkpoint."
                 )
             # By position: Lightning saves a list in the order of configure_optimizers.
             for optimizer, state in zip(self.optimizers, states, strict=True):
@@ -304,52 +291,16 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy, like=DDPSt
             rest["optimizer_states"] = []
         return {"state_dict": {}, **rest, _LOADED: True}
 
-    def _require_plain(self, checkpoint: dict[str, Any], storage_options: Any) -> None:
-        """Refuse arguments without a meaning for a sharded checkpoint."""
-        # A hook of the user changed the dictionary, and expects the change to be saved.
-        if checkpoint.get("state_dict"):
-            raise CheckpointError(
-                "on_save_checkpoint put "
-                f"{', '.join(list(checkpoint['state_dict'])[:3])} into "
-                "checkpoint['state_dict'], which is empty for a sharded checkpoint: "
-                "each rank writes its own weights. Put other values under another key "
-                "of checkpoint, or pass state_dict_type='full'."
-            )
-        # Lightning sets its default CheckpointIO by itself.
-        is_default = type(self._checkpoint_io) in (type(None), TorchCheckpointIO)
-        if storage_options is not None or not is_default:
-            raise CheckpointError(
-                "A sharded checkpoint is written by every rank into a directory, and "
-                "not by a CheckpointIO. Leave CheckpointIO and storage_options away, "
-                "or pass state_dict_type='full'."
-            )
 
+def _reads_shards(own: Any) -> Any:
+    """Return ``pl_load`` of ``load_from_checkpoint`` that reads sharded ones, too."""
 
-def _foreign_directory(path: Any) -> CheckpointError:
-    """Return the error for a directory that is no checkpoint of this library."""
-    tool = "python -m lightning.pytorch.utilities.consolidate_checkpoint"
-    hint = (
-        f"Lightning's FSDPStrategy or ModelParallelStrategy wrote it: run {tool} "
-        f"{path}, and pass the file that it writes."
-        if os.path.isfile(os.path.join(path, "meta.pt"))
-        else "Expected a file, or a directory that state_dict_type='sharded' wrote."
-    )
-    return CheckpointError(f"{path} is a directory without {MANIFEST}. {hint}")
-
-
-class _Reader:
-    """Lets ``load_from_checkpoint`` read a sharded checkpoint, as ``pl_load``."""
-
-    def __init__(self, own: Any) -> None:
-        self._own = own
-
-    def __call__(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = None
-    ) -> Any:
+    @wraps(own)
+    def read(path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
         # Users also pass open files.
         is_path = isinstance(path, (str, os.PathLike))
         if not is_path or not checkpoints.is_sharded_checkpoint(path):
-            return self._own(path, map_location=map_location, weights_only=weights_only)
+            return own(path, map_location=map_location, weights_only=weights_only)
         whole = checkpoints.read_whole(path, weights_only)
         # A function or a table, as Lightning's default, chooses for devices that
         # storages were on; here all are on the CPU.
@@ -357,8 +308,10 @@ class _Reader:
             return whole
         return _pytree.tree_map_only(Tensor, lambda each: each.to(map_location), whole)
 
+    return read
+
 
 # The module may be reloaded, as in notebooks.
-if type(saving.pl_load).__name__ != _Reader.__name__:
-    saving.pl_load = _Reader(saving.pl_load)
+if not hasattr(saving.pl_load, "__wrapped__"):
+    saving.pl_load = _reads_shards(saving.pl_load)
 ComposableFSDPStrategy.register_strategies(StrategyRegistry)
