@@ -8,29 +8,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.comm import collectives
+from composable_fsdp.features.comm_hooks.hooks import DefaultState
 from composable_fsdp.features.wires.formats import decode_int8, encode_int8, int8_nbytes
-
-
-class RanksOfHook(Protocol):
-    """The fields that the hook reads of a ``DefaultState``."""
-
-    process_group: dist.ProcessGroup
-    world_size: int
-
 
 INT8_BLOCK = 128
 """Elements per scale of ``int8_all_to_all_hook``."""
 
 
 def int8_all_to_all_hook(
-    state: RanksOfHook, grad: Tensor, output: Tensor | None = None
+    state: DefaultState, grad: Tensor, output: Tensor | None = None
 ) -> None:
     """Average gradients that ranks exchange as int8, and sum in float32.
 
@@ -80,13 +72,7 @@ def int8_all_to_all_hook(
 
 
 class Int8Exchange(NamedTuple):
-    """The bytes of an exchange of ``int8_all_to_all_hook``.
-
-    Args:
-        sent: bytes of the all-to-all.
-        gathered: bytes of the all-gather that follows without ``output``.
-        scratch: bytes of the temporary tensors, at most.
-    """
+    """The bytes of an exchange of ``int8_all_to_all_hook``."""
 
     sent: int
     gathered: int

@@ -62,7 +62,6 @@ def require_same_weights(
     """Find the first parameter whose values differ between ranks; return a warning.
 
     Collective: an all-gather of objects over each group of ``route``.
-    Raises: DesyncError, if the unit's ``check_weights`` is "error".
     """
     told: list[dict[_Key, int]] = []
     for (_, state), whole in zip(units, _initial_hashes(units, parts), strict=True):

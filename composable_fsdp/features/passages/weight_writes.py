@@ -33,10 +33,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy_writes(state: _FSDPState, *, all_values: bool) -> None:
-    """Copy full parameters that the forward wrote to into the shards.
-
-    Raises: PhaseError, naming the parameter, if the shard would lose the write.
-    """
+    """Copy full parameters that the forward wrote to into the shards."""
     context, handle = state.context, state.handle
     assert context is not None
     now, readable = tuple(map(version_of, handle.form.placed)), handle.form.readable

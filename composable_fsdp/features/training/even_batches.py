@@ -126,7 +126,6 @@ class _Source(Generic[T]):
     def take(self) -> None:
         """Take a batch from the loader, and begin to tell the other ranks.
 
-        Raises: nothing of the loader; ``raise_everywhere`` does, on all ranks.
         Collective: an all-reduce of three integers, which ``counts`` waits for.
         """
         # Some loaders begin again after their end.
