@@ -16,10 +16,8 @@ from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.operations import leave
 from composable_fsdp.errors import PhaseError, PlanError
 from composable_fsdp.features.changes.user_memory import (
-    follow_user_memory,
     leaves_view_shards,
     take_memory,
-    write_to_user_memory,
 )
 from composable_fsdp.flat.build import replace_layout
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
@@ -82,10 +80,6 @@ class UserChanges:
         take_memory(handle)
         return False
 
-    def shards_written(self, handle: FlatParamHandle) -> None:
-        """Copy the shard into leaves that lie in memory of the user."""
-        write_to_user_memory(handle)
-
 
 @contextmanager
 def _told_to_all(state: _FSDPState) -> Iterator[None]:
@@ -109,9 +103,6 @@ def _adopt(state: _FSDPState) -> None:
         return
     if context is not None:
         synchronize_copy_stream(context)
-    if follow_user_memory(handle):
-        return
-    if context is not None:
         # The old buffers are freed below, so no stream may still read them.
         finish_reduction(context)
         free_oldest(context, keep=0)

@@ -35,7 +35,6 @@ from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import leave, record
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard.compare import (
-    Announcement,
     first_difference,
     gather,
     tag_of,
@@ -213,7 +212,7 @@ def meet_if_used(groups: Iterable[dist.ProcessGroup], call: Call) -> None:
     for group in dict.fromkeys(groups):
         if group in _used and can_compare(group):
             # No ``meet``: these calls come once and are no part of the order of calls.
-            history_of(group).gather(Announcement.of(call))
+            history_of(group).announce(call)
 
 
 _used: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()

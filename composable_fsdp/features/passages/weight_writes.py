@@ -19,7 +19,6 @@ from composable_fsdp.flat.residency import accept_versions, set_versions, versio
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.unshard import shard_versions
-from composable_fsdp.tree import moments
 from composable_fsdp.tree.state import _FSDPState
 
 _COPIED = 1 << 18
@@ -85,7 +84,7 @@ def _copy_write_to_shard(
             f"forward of unit {handle.name}, where it is a copy",
         )
     # A full leaf may view the shard itself, which already has the new values.
-    if region.full.is_cut or handle.writes.memory.away:
+    if region.full.is_cut:
         sharded.copy_(part_of(region, slot, local_of(full), like=sharded))
     # The full leaf's version must equal the sharded leaf's version plus the versions of
     # flat parameters (``residency.make_readable``).
@@ -157,4 +156,3 @@ def _copy_all_to_shards(handle: FlatParamHandle) -> None:
             region.shard.copy_(
                 region.full.buffer[start : start + region.layout.shard_numel]
             )
-    moments.changes.shards_written(handle)
