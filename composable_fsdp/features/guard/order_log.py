@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -78,17 +79,14 @@ _MOST_MODES = 64
 """Number of modes whose orders are kept, the latest."""
 
 
+@dataclass(slots=True)
 class Record:
     """The order of a mode."""
 
-    __slots__ = ("departures", "equal", "since", "uses")
-
-    def __init__(self) -> None:
-        # The recorded uses, then ``None``; None before the first round has ended.
-        self.uses: list[object] | None = None
-        self.since = 0  # the round in which the record was made
-        self.departures = 0  # on all ranks alike; from 2 on the order varies
-        self.equal = 0  # equal rounds in a row, while the order varies
+    uses: list[object] | None = None  # then ``None``; None before the first round ended
+    since: int = 0  # the round in which the record was made
+    departures: int = 0  # on all ranks alike; from 2 on the order varies
+    equal: int = 0  # equal rounds in a row, while the order varies
 
     def update(self, uses: list[object], number: int) -> None:
         """Make the uses of a round the recorded uses."""

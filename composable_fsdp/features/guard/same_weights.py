@@ -121,12 +121,9 @@ def _initial_hashes(
         unwritten = _unwritten(state)
         values: list[int | None] = list(islice(numbers[each.device], len(unwritten)))
         if parts is not None or not all(unwritten):
-            values = [
-                value if kept and not _is_cut(state, index, parts) else None
-                for index, (value, kept) in enumerate(
-                    zip(values, unwritten, strict=True)
-                )
-            ]
+            for index, kept in enumerate(unwritten):
+                if not kept or _is_cut(state, index, parts):
+                    values[index] = None
         found.append(values)
     return found
 
