@@ -12,6 +12,8 @@ from torch import Tensor
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.flat.flat_parameter import flats_in, move_own_gradients
+from composable_fsdp.flat.param_ref import find_param
+from composable_fsdp.naming import quoted
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -107,6 +109,16 @@ def unscale_together(
     # Gradients that the caller set on single parameters of a flat parameter are
     # moved into the flat gradient that the optimizer sees.
     move_own_gradients(flats_in(optimizer.param_groups))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for ref in map(find_param, filter(torch.is_complex, parameters)):
+        # torch raises only on a rank that holds elements, and the other ranks would
+        # wait in the all-reduce.
+        if ref is not None and ref.region.gradient.shown[ref.index]:
+            raise TypeError(
+                f"ShardedGradScaler got the gradient of parameter {quoted(ref.name)} "
+                f"of dtype {ref.leaf.dtype}, and torch unscales real gradients only. "
+                "Step complex parameters by an optimizer of their own, unscaled."
+            )
     # torch checks only devices that hold a gradient. A rank without a gradient must
     # still take part in the all-reduce.
     found = unscale() or {found_inf.device: found_inf}
