@@ -70,7 +70,7 @@ moments.FIRST_FORWARD.extend(
     (
         later("composable_fsdp.features.guard.initialized", "require_initialized"),
         later("composable_fsdp.features.in_backward", "step_in_backward"),
-        later("composable_fsdp.features.shown_units", "log_units"),
+        later("composable_fsdp.features.log_line", "log_units"),
         later("composable_fsdp.features.audit.first_step", "begin_audit"),
     )
 )
@@ -82,7 +82,7 @@ moments.HANDED_OUT.append(
 moments.changes = UserChanges()
 moments.copy_state = later("composable_fsdp.features.deepcopy", "copy_state")
 moments.reduce_by_hook = later(
-    "composable_fsdp.features.comm_hooks.hooks", "reduce_by_hook"
+    "composable_fsdp.features.comm_hooks.reduction", "reduce_by_hook"
 )
 moments.ORDERS.update(
     {

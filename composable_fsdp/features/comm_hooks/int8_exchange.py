@@ -8,21 +8,29 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.features.comm_hooks.hooks import DefaultState
 from composable_fsdp.features.wires.formats import decode_int8, encode_int8, int8_nbytes
+
+
+class RanksOfHook(Protocol):
+    """The fields that the hook reads of a ``DefaultState``."""
+
+    process_group: dist.ProcessGroup
+    world_size: int
+
 
 INT8_BLOCK = 128
 """Elements per scale of ``int8_all_to_all_hook``."""
 
 
 def int8_all_to_all_hook(
-    state: DefaultState, grad: Tensor, output: Tensor | None = None
+    state: RanksOfHook, grad: Tensor, output: Tensor | None = None
 ) -> None:
     """Average gradients that ranks exchange as int8, and sum in float32.
 

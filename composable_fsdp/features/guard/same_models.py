@@ -252,10 +252,8 @@ def _compare(top: _FSDPState, scope: Scope, facts: Sequence[UnitFacts]) -> str |
 
     Collective, Raises: as ``compare_models``.
     """
-    # The ranks of each shard group; those of other parts are other groups.
-    groups = dict.fromkeys(s.handle.groups.shard for _, s in scope.units)
-    ranks_in = dist.get_process_group_ranks
-    shared = [tuple(ranks_in(g)) for g in groups if g is not None and not scope.parts]
+    # Shard groups of other parts are other groups.
+    shared = [] if scope.parts else _shard_groups(scope.units)
     start, of = _written_start(top, [state.handle for _, state in scope.units])
     sent: Sequence[int] = (
         dist.get_rank(),
@@ -279,6 +277,13 @@ def _compare(top: _FSDPState, scope: Scope, facts: Sequence[UnitFacts]) -> str |
     if len({each.weights for each in told}) == 1 and not any(e.written for e in told):
         return None
     return require_same_weights(scope.units, scope.route, scope.parts)
+
+
+def _shard_groups(units: Units) -> list[tuple[int, ...]]:
+    """Return the ranks of each shard group, in the order of the units."""
+    groups = dict.fromkeys(state.handle.groups for _, state in units)
+    shards = dict.fromkeys(each.shard for each in groups if each.shard is not None)
+    return [tuple(dist.get_process_group_ranks(shard)) for shard in shards]
 
 
 def _written_start(

@@ -109,10 +109,7 @@ def sleep(
     _settle(trees, handles)
     regions = [region for handle in handles for region in handle.layout.regions]
     if keep == "none":
-        for leaf in chain(model.parameters(), *(region.graded for region in regions)):
-            leaf.grad = None
-        for handle in handles:
-            free_cleared(handle)
+        _drop_gradients(model, handles)
     several = optimizer if isinstance(optimizer, Iterable) else [optimizer]
     # Of a wrapper the one inside.
     optims = [getattr(each, "optimizer", each) for each in several if each is not None]
@@ -128,11 +125,7 @@ def sleep(
     )
     # From here on nothing allocates, and nothing fails.
     for handle in handles:
-        # Old slots, too, which the views keep until they move into the new ones.
-        fulls = chain.from_iterable(form.fulls for form in _forms(handle))
-        for buffer in (*fulls, *(r.reduce.buffer for r in handle.layout.trainable)):
-            memory.free(buffer)
-        handle.reduction.home = None
+        _free_buffers(handle)
         handle.phase, UNSHARDED[handle] = Phase.SUMMON, _WHY
     for _, tensor, _, _ in shown:
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -148,6 +141,15 @@ def sleep(
         ]
     # The allocator of torch would keep the memory from other libraries and processes.
     _synchronize(devices, empty=True)
+
+
+def _drop_gradients(model: nn.Module, handles: list[FlatParamHandle]) -> None:
+    """Clear all gradients, and free those of units."""
+    regions = chain.from_iterable(handle.layout.regions for handle in handles)
+    for leaf in chain(model.parameters(), *(region.graded for region in regions)):
+        leaf.grad = None
+    for handle in handles:
+        free_cleared(handle)
 
 
 @torch.inference_mode(False)
@@ -305,6 +307,16 @@ def _wake(found: _Asleep) -> list[str]:
 def _forms(handle: FlatParamHandle) -> list[FullForm]:
     """Return the full forms of a unit."""
     return [form for form in (handle.form, handle.other_form) if form is not None]
+
+
+def _free_buffers(handle: FlatParamHandle) -> None:
+    """Free the old slots, which the views keep until they move into the new ones."""
+    for form in _forms(handle):
+        for full in form.fulls:
+            memory.free(full)
+    for region in handle.layout.trainable:
+        memory.free(region.reduce.buffer)
+    handle.reduction.home = None
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

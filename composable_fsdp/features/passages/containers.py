@@ -20,8 +20,10 @@ from collections.abc import (
     MutableSequence,
     Set,
 )
+from contextlib import suppress
 from dataclasses import is_dataclass
 from operator import is_
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -62,6 +64,8 @@ def _collect(value: object, found: list[Tensor], seen: set[int]) -> None:
 
 def _inside(leaf: object) -> Iterable[object]:
     """Return the items or attributes of an object that pytree does not know."""
+    if isinstance(leaf, FunctionType):
+        return _captured(leaf)
     if isinstance(leaf, (type, nn.Module)) or callable(leaf):
         return ()
     if isinstance(leaf, Mapping):
@@ -69,6 +73,16 @@ def _inside(leaf: object) -> Iterable[object]:
     if isinstance(leaf, (list, tuple, Set)):
         return leaf
     return _attributes(leaf).values()
+
+
+def _captured(function: FunctionType) -> Iterable[Tensor]:
+    """Yield the tensors of enclosing functions that ``function`` reads."""
+    # Tensors alone: other variables may lead to everything that a program holds.
+    for cell in function.__closure__ or ():
+        # A cell is empty until the variable is assigned.
+        with suppress(ValueError):
+            if isinstance(cell.cell_contents, Tensor):
+                yield cell.cell_contents
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -90,10 +90,7 @@ def call_where(module: nn.Module, used: bool, *args: Any, **kwargs: Any) -> Any:
     call, taped = _Call(context, state), torch.is_grad_enabled()
     given = _pytree.tree_leaves((args, kwargs)) if used and taped else ()
     needs = any(isinstance(each, Tensor) and each.requires_grad for each in given)
-    byte = bool(used) + 2 * needs  # the bits that any rank has set
-    for group in call.groups(taped=taped):
-        for other in collectives.all_gather_byte(byte, group, "call_where"):
-            byte |= other
+    byte = call.agreed(bool(used) + 2 * needs, taped=taped)
     if not byte:
         return zero
     taped = taped and (byte > 1 or any(s.handle.layout.trainable for s in call.states))
@@ -139,6 +136,13 @@ class _Call(GradientOrder):
         of = [s.handle.groups for s in self.states if s.handle.groups.has_peers]
         each = [(g.shard, g.replicate if taped else None) for g in of]
         return dict.fromkeys(filter(None, chain.from_iterable(each)))
+
+    def agreed(self, byte: int, *, taped: bool) -> int:
+        """Return the bits that any rank has set."""
+        for group in self.groups(taped=taped):
+            for other in collectives.all_gather_byte(byte, group, "call_where"):
+                byte |= other
+        return byte
 
     def refused(self, why: str) -> PhaseError:
         """Tell the other ranks, and return the error."""
