@@ -1,8 +1,9 @@
 """Memory that a user gives to parameters, or holds of them, is as on the plain model.
 
 Programs assign, exchange, flatten, cast, load and swap parameters, keep their data, and
-write through what they kept. After each action the sharded model has the values of the
-plain one, and every tensor that the program kept has the values of its counterpart.
+write to what they kept. After each action the sharded model has the values of the plain
+one, and every tensor that the program kept has the values of its counterpart, unless
+that is a parameter of the plain model, with which memory of a user goes on to change.
 """
 
 from __future__ import annotations
@@ -154,6 +155,11 @@ def run(program: Program, numel: int = 4) -> Iterator[str]:
     theirs.run()
     ours.run()
     for step, (name, which) in enumerate([*actions, ("inference", 0), ("step", 0)]):
+        if name not in ("keep", "new", "assign", "swap", "restore"):
+            shown = {key: p.data_ptr() for key, p in theirs.parameters}
+            kept = zip(theirs.kept, ours.kept, strict=True)
+            pairs = [x for x in kept if x[0][1].data_ptr() != shown[x[0][0]]]
+            theirs.kept, ours.kept = [a for a, _ in pairs], [b for _, b in pairs]
         if name == "unshard":
             unshard(plain, model)
         else:

@@ -33,7 +33,6 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase, illegal_move
 from composable_fsdp.planning.dtensors import is_dtensor, local_of
 from composable_fsdp.runtime.unshard import reshard
-from composable_fsdp.tree import moments
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import _FSDPState
 
@@ -154,7 +153,6 @@ class UnshardedUnit:
         handle = self.handle
         shards = [region.shard for region in handle.layout.regions]
         spread_flat_values(handle, shards, self.fulls, from_first=self.rank0_only)
-        moments.changes.shards_written(handle)
         now, before = [*map(version_of, self.leaves)], written(handle.layout)
         if self.rank0_only or now == self.versions:
             return

@@ -214,10 +214,9 @@ class CapturedStep(Generic[P, T]):
 
 def _hindrance(parameters: list[Tensor], inputs: list[Any]) -> str:
     """Return why a step of the parameters cannot be captured; empty if it may be."""
-    found = [leaf[0] for p in parameters if (leaf := find_leaf(p)) is not None]
     if not _on_gpu(parameters):
         return "the optimizers' parameters are not on a GPU"
-    if any(handle.layout.offload for handle in found):
+    if any(leaf[0].layout.offload for leaf in map(find_leaf, parameters) if leaf):
         return "a unit keeps its parameters in host memory (CPUOffload)"
     if any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
         return "an input requires a gradient, which would not reach it"

@@ -27,11 +27,7 @@ Memo = dict[int, Any]
 
 
 def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
-    """Return the state of a copied unit, with new shards.
-
-    Raises: PhaseError, inside a forward, a backward, or a block of ``unshard_params``;
-        PlanError, if a parameter no longer views the shard and does not fit.
-    """
+    """Return the state of a copied unit, with new shards."""
     require_between_steps(state, "copy.deepcopy")
     made = _FSDPState()
     # Before all else: the modules below refer back to this state.

@@ -12,10 +12,9 @@ from composable_fsdp.comm import device, meeting, operations
 from composable_fsdp.features import engine
 from composable_fsdp.features.changes.adopt import UserChanges
 from composable_fsdp.features.changes.late_registration import watch_registrations
-from composable_fsdp.features.guard.foreign_strategies import guard_strategies
+from composable_fsdp.features.guard.foreign_wrappers import guard_wrappers
 from composable_fsdp.features.guard.meetings import meet_in_store
 from composable_fsdp.features.guard.progress import note_capture
-from composable_fsdp.features.guard.under_ddp import install_ddp_hook
 from composable_fsdp.features.guard.watch import watch
 from composable_fsdp.features.passages.casts import keep_full_precision
 from composable_fsdp.features.passages.full import FIRST, FULL, MOVING, Searches
@@ -53,9 +52,8 @@ moments.MODULES_SHARDED.extend(
     (
         engine.install,
         install_step_hooks,
-        guard_strategies,
+        guard_wrappers,
         watch_registrations,
-        install_ddp_hook,
         tell_untested,
     )
 )

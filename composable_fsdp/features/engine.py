@@ -45,10 +45,7 @@ def _for_parameters(
     allow_unreachable: bool = False,
     accumulate_grad: bool = False,
 ) -> Any:
-    """Run ``backward(inputs=...)`` with sharded parameters among the inputs.
-
-    Raises: PhaseError, on all ranks before the engine runs, for ``autograd.grad``.
-    """
+    """Run ``backward(inputs=...)`` with sharded parameters among the inputs."""
     if not accumulate_grad:
         raise PhaseError(
             "torch.autograd.grad was asked for the gradient of sharded parameter "

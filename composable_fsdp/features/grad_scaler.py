@@ -88,10 +88,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, Tensor]:
-        """Unscale the gradients; return per device whether any rank found an inf.
-
-        Raises: TypeError, on all ranks, for the gradient of a complex parameter.
-        """
+        """Unscale the gradients; return per device whether any rank found an inf."""
         group = self.process_group or dist.group.WORLD
         unscale = partial(
             super()._unscale_grads_, optimizer, inv_scale, found_inf, True
@@ -108,7 +105,6 @@ def unscale_together(
     """Unscale the gradients; return per device whether any rank found an inf.
 
     Collective: an all-reduce of a number over each of ``groups``.
-    Raises: TypeError, on all ranks, for the gradient of a complex parameter.
     """
     # Gradients that the caller set on single parameters of a flat parameter are
     # moved into the flat gradient that the optimizer sees.

@@ -187,22 +187,17 @@ class _FullOnTouch(TorchFunctionMode):
         return next(table[key] for table, key, leaf in places if leaf is value)
 
 
+def _initializer(module: nn.Module) -> Any:
+    """Return the method of ``module`` that initializes its parameters, or None."""
+    # The name with an underscore is that of ``nn.MultiheadAttention``.
+    found = (getattr(module, f"{_}reset_parameters", None) for _ in ("", "_"))
+    return next(filter(callable, found), None)
+
+
 def _reset(module: nn.Module) -> None:
     """Call the method of ``module`` that initializes its parameters, if any."""
-    method = _initializer(module)
-    if method is not None:
+    if (method := _initializer(module)) is not None:
         method()
-
-
-def _initializer(module: nn.Module) -> Callable[[], object] | None:
-    """Return the method of ``module`` that initializes its parameters."""
-    # The name with an underscore is that of ``nn.MultiheadAttention``.
-    for name in ("reset_parameters", "_reset_parameters"):
-        method = getattr(module, name, None)
-        if callable(method):
-            found: Callable[[], object] = method
-            return found
-    return None
 
 
 def _give_memory(top: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -118,11 +119,8 @@ def name_nonfinite(norm: Norm) -> str:
     # Units without a shard group hold whole gradients, equal on all ranks.
     found = sorted(_found({r: refs for r, refs in routes.items() if not r or r in bad}))
     # Finite gradients may have a norm that is too large for the dtype of the sum.
-    if not found:
-        return (
-            "No gradient of a unit is NaN or inf: the norm overflows, or a plain one."
-        )
-    return f"{listed(found, '; ')}."
+    none = "No gradient of a unit is NaN or inf: the norm overflows, or a plain one"
+    return f"{listed(found, '; ') or none}."
 
 
 def _routes(
@@ -168,9 +166,7 @@ def _joined(
     # the replicate group.
     told = [(_own_rank(), is_first, each) for each in mine]
     for group in route:
-        told = [
-            one for part in collectives.all_gather_object(told, group) for one in part
-        ]
+        told = list(chain(*collectives.all_gather_object(told, group)))
     joined: dict[tuple[str, bool], NonFinite] = {}
     for rank, counts, each in told:
         # By parameter and by state: a gradient that waits is another than the reduced

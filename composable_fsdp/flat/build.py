@@ -213,7 +213,6 @@ def leaf_memory(layout: UnitLayout) -> LeafMemory:
         # Strong references: if a storage were freed, a new storage could get the same
         # id.
         tuple([leaf.untyped_storage() for leaf in empty]),
-        tuple([leaf.data_ptr() for leaf in here]),
     )
 
 

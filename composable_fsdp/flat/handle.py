@@ -155,12 +155,6 @@ class LeafMemory(NamedTuple):
     """Sharded leaves without elements on this rank."""
     storages: tuple[torch.UntypedStorage, ...]
     """The storage of each leaf in ``empty``, of its own, to detect other ``.data``."""
-    shown: tuple[int, ...]
-    """``data_ptr()`` of each leaf in ``leaves`` when it was last looked at."""
-    away: tuple[nn.Parameter, ...] = ()
-    """The leaves that stay in memory of the user; the shard has copies."""
-    moved: bool = False
-    """Whether a leaf was ever elsewhere; equal on all ranks, unlike ``away``."""
 
 
 NO_PATHS: Mapping[int, str] = MappingProxyType({})

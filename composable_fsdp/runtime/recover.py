@@ -200,8 +200,7 @@ def require_current_full_params(handle: FlatParamHandle) -> bool:
             "or composable_fsdp.access.set_reshard_after_backward(module, True) before "
             "the backward that comes before the step."
         )
-    good = shards_are_unchanged(handle) and not handle.writes.memory.moved
-    good = good and moments.changes.is_in_shards(handle)
+    good = shards_are_unchanged(handle) and moments.changes.is_in_shards(handle)
     if good:
         # The values are current, but their versions are not if torch has made state of
         # an optimizer by a step that changes nothing. Backward compares the versions.
@@ -318,9 +317,7 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
     handle = state.handle
     if handle.residency is not UNSHARDED and handle.residency is not COPIES_SHOWN:
         # The unit is kept full for backward, and the user has assigned ``p.data``.
-        if handle.residency is not SHARDED and (
-            handle.writes.memory.moved or not shards_are_unchanged(handle)
-        ):
+        if handle.residency is not SHARDED and not shards_are_unchanged(handle):
             free_all_full_params(state)
         if handle.residency is SHARDED:
             moments.changes.adopt(state, values_required=False)

@@ -70,9 +70,6 @@ class Changes(Protocol):
     def is_in_shards(self, handle: Any) -> bool:
         """Return whether the leaves lie in the shards; if not, they do afterwards."""
 
-    def shards_written(self, handle: Any) -> None:
-        """Note that the package has written new values into the shards."""
-
 
 # Set by ``features.defaults``.
 changes: Changes

@@ -91,7 +91,14 @@ def beside(model: TinyGPT, path: str) -> nn.Module:
     return model
 
 
-COMPOSED = [alone, by_policy, inside, above, beside]
+def ddp_inside(model: TinyGPT, path: str) -> nn.Module:
+    """Torch's DDP around a block of a sharded model."""
+    model.blocks[0] = DistributedDataParallel(model.blocks[0])
+    put(model, "blocks.1", path)
+    return shard(model, path)
+
+
+COMPOSED = [alone, by_policy, inside, above, beside, ddp_inside]
 
 
 @pytest.mark.req("S1-16")
@@ -102,23 +109,19 @@ COMPOSED = [alone, by_policy, inside, above, beside]
 def test_replicated_and_sharded_parts_train_as_the_plain_model(
     world: World, compose: Compose, path: str
 ) -> None:
-    """In every composition."""
+    """In every composition, with torch's DDP as well."""
     model = TinyGPT()
     composed = compose(model, path)
     plain, expected = trained_reference(TinyGPT, world.world_size, gpt_input, adamw)
     losses = train(composed, world.rank, gpt_input, adamw)
 
-    assert differences(composed.state_dict(), plain.state_dict()) == {}
+    saved = {n.replace("module.", ""): v for n, v in composed.state_dict().items()}
+    assert differences(saved, plain.state_dict()) == {}
     assert losses == [step[world.rank] for step in expected]
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("same_start", [True, False])
-@on_ranks(4)
-def test_sharding_within_and_replicating_across_is_hybrid(
-    world: World, path: str, same_start: bool
-) -> None:
-    """Units below average over both groups, and start from the first replica."""
+def train_as_hybrid(world: World, path: str, same_start: bool) -> list[str]:
+    """Blocks sharded over pairs, the model replicated across: four ranks' average."""
     model = TinyGPT()
     plain = copy.deepcopy(model)
     shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -144,10 +147,18 @@ def test_sharding_within_and_replicating_across_is_hybrid(
         [step[world.rank] for step in expected],
         tolerance=tolerance_at(4),
     )
-    ops = [call.op for call in calls]
+    return [call.op for call in calls]
 
-    units = 3 if path == "composable" else 1
-    assert ops.count("all_reduce") == ops.count("reduce_scatter") == 3 * units
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("same_start", [True, False])
+def test_sharding_within_and_replicating_across_is_hybrid(
+    ranks: RankCount, same_start: bool, path: str
+) -> None:
+    """Units below average over both groups, and start from the first replica."""
+    for ops in ranks(4).run(train_as_hybrid, path, same_start):
+        units = 3 if path == "composable" else 1
+        assert ops.count("all_reduce") == ops.count("reduce_scatter") == 3 * units
 
 
 def start_apart(world: World, init_sync: bool) -> list[float]:

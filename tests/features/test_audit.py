@@ -586,14 +586,3 @@ def test_an_error_of_the_audit_ends_no_program(world: World) -> None:
             train(model, penalty=penalty, between=gradients)
         for found, right in zip(model.parameters(), expected.parameters(), strict=True):
             assert torch.equal(found, right)
-
-
-@on_ranks(2)
-def test_a_part_beside_a_tensor_of_another_size_is_named(world: World) -> None:
-    """As in an average of a model whose units divide the same parameters otherwise."""
-    model = build("composable")
-    torch.autograd.backward(loss_of(model))
-    part = weight(model).detach()
-
-    with pytest.raises(RuntimeError, match=r"'0\.weight'.* Shard both models by the"):
-        part.add_(torch.ones(12, 6))

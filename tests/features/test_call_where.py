@@ -21,6 +21,9 @@ from composable_fsdp import (
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import CompositionError, DesyncError, PhaseError
 from composable_fsdp.features import call_where
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.runtime import unshard
+from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.features.where import WIDTH, Program, check_program, plain_where
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
@@ -147,6 +150,31 @@ def test_a_result_left_out_of_the_loss_is_an_error_on_all_ranks(
     # Ranks and a group of their own: a collective is left unfinished.
     with RankPool(2, "gloo") as pool:
         pool.run(leave_out, how, words)
+
+
+@on_ranks(2)
+def test_an_error_leaves_nothing_behind(world: World) -> None:
+    """Where the wait for one of several units fails; and the next step is right."""
+    model = Net()
+    model.seen = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))  # type: ignore[assignment]
+    for each in (*model.seen, model.seen, model.layer, model):  # type: ignore[misc]
+        fully_shard(each)
+    x = torch.randn(2, WIDTH)
+    backward(model(x, True))
+    handles = _get_fsdp_handles(model.seen)
+    logs = [handle.logs for handle in handles]
+
+    def fail(handle: FlatParamHandle) -> None:
+        raise RuntimeError("the wait failed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unshard, "wait_unsharded", fail)
+        with pytest.raises(RuntimeError, match="the wait failed"):
+            model(x, world.rank == 0)
+
+    assert [handle.logs for handle in handles] == logs
+    assert not any(handle.kept for handle in handles)
+    backward(model(x, world.rank == 0))
 
 
 def _create_graph(model: Any, x: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,10 @@ def test_a_line_has_speed_mfu_memory_and_waits(
 
     for _ in log.timed(clock.later([1, 2], 0.5)):
         clock.now += 1.5
-        with log.paused():
+        # Also of an evaluation that raises.
+        with suppress(KeyError), log.paused():
             clock.now += 7.0
+            raise KeyError
         log.step(2.5, tokens=100, lr=1e-3)
 
     (values,) = seen

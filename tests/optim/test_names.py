@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp import (
     FullOptimStateDictConfig,
@@ -61,27 +60,21 @@ def sharded_children(model: Any, path: str) -> Any:
 
 
 @pytest.mark.req("S1-02")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("outer", [DistributedDataParallel, replicate])
 @both_paths
 @on_ranks(2)
-def test_units_inside_ddp_or_replicate_have_the_plain_models_names(
-    world: World, outer: Callable[[nn.Module], Any], path: str
+def test_units_inside_replicate_have_the_plain_models_names(
+    world: World, path: str
 ) -> None:
-    """``module.`` in front with DDP, as without sharding; settings reach inside."""
+    """As without sharding; settings reach inside."""
     plain: Any = Mixed()
     model: Any = Mixed()
     for each in (model, plain):
-        each.unused.requires_grad_(False)  # DDP averages what no unit holds
-    model = outer(sharded_children(model, path))
+        each.unused.requires_grad_(False)
+    model = replicate(sharded_children(model, path))
     ours = optim.AdamW(model.parameters(), lr=0.05)
     reference = optim.AdamW(plain.parameters(), lr=0.05)
     train_sharded(model, ours, world, range(2))
-    if outer is replicate:
-        train_plain(plain, reference, world.world_size, range(2))
-    else:
-        plain = outer(plain)
-        train_sharded(plain, reference, world, range(2))
+    train_plain(plain, reference, world.world_size, range(2))
 
     state, weights = optim_state_dict(model, ours), model.state_dict()
     first = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(True, True)

@@ -32,7 +32,7 @@ from composable_fsdp.access import (
     set_is_last_backward,
 )
 from composable_fsdp.comm import collectives
-from composable_fsdp.errors import PhaseError, PlanError
+from composable_fsdp.errors import PhaseError
 from composable_fsdp.features import Arena, register_comm_hook
 from composable_fsdp.features.comm_hooks.hooks import (
     DefaultState,
@@ -456,17 +456,6 @@ def test_gradients_belong_to_the_stream_of_the_forward(
             if parameter.grad is not None:
                 owner = order.block(parameter.grad.untyped_storage()).owner
                 assert owner is order.compute
-
-
-def test_a_cast_while_gradients_are_reduced_is_refused() -> None:
-    """With set_is_last_backward(False) they are on their way after backward."""
-    with fake_world(4):
-        model = fully_shard(TinyGPT().double())
-        set_is_last_backward(model, False)
-        backward(model(TOKENS).sum())
-        model.float()
-        with pytest.raises(PlanError, match="were cast while its gradients are being"):
-            model(TOKENS)
 
 
 # ---- the all-reduce over replicas ----

@@ -138,10 +138,7 @@ class Slot:
         return holder is None or holder is handle or holder.residency in NOT_GATHERED
 
     def make_way(self, context: RuntimeContext, handle: FlatParamHandle) -> None:
-        """Release the unit in the slot, or give ``handle`` a slot of its own.
-
-        Raises: PhaseError, if both units are in use.
-        """
+        """Release the unit in the slot, or give ``handle`` a slot of its own."""
         holder = self._holder()
         if holder is None or holder is handle:
             return

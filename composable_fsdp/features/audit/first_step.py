@@ -203,14 +203,7 @@ class _Mode(TorchFunctionMode):
         frame = sys._getframe(1)
         own = is_own_call(frame, func)
         call = None if own else self._begin(frame, func, args, kwargs)
-        try:
-            result = func(*args, **kwargs)
-        except RuntimeError as error:
-            text = _of_other_sizes(call) if call and "size" in str(error) else ""
-            # A subclass, as an error of memory, is told by its class.
-            if not text or type(error) is not RuntimeError:
-                raise
-            raise RuntimeError(f"{error}. {text}") from error
+        result = func(*args, **kwargs)
         if call is not None:
             self._follow(call, result)
         return result
@@ -328,22 +321,6 @@ _TEXTS = {
     rules.DECIDES: "a rank that finds an infinity would skip the step while others "
     "step. composable_fsdp.ShardedGradScaler takes the same arguments.",
 }
-
-
-def _of_other_sizes(call: _Call) -> str:
-    """Return what a failed call met, if a part and a tensor of another size."""
-    parts = {id(tensor) for tensor, _ in call.given}
-    others = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor)]
-    for _, part in call.given:
-        for other in others:
-            if id(other) not in parts and other.shape not in ((), part.shape):
-                return (
-                    f"{call.name} takes parameter {part.name}, or its gradient, of "
-                    f"which this rank has a part {tuple(part.shape)} only, and a "
-                    f"tensor of {tuple(other.shape)}. Shard both models by the same "
-                    "units, or compute inside unshard_params(model) of both."
-                )
-    return ""
 
 
 def _has_gradients(context: RuntimeContext) -> bool:

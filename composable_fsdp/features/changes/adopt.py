@@ -5,29 +5,30 @@ The next use of a unit detects the change. Seam: ``tree.moments.Changes``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.operations import leave
 from composable_fsdp.errors import PhaseError, PlanError
-from composable_fsdp.features.changes.new_leaves import (
-    rebuild_for_requires_grad,
-    require_leaves,
-    requires_grad_changed,
-)
 from composable_fsdp.features.changes.user_memory import (
-    follow_user_memory,
     leaves_view_shards,
     take_memory,
-    write_to_user_memory,
 )
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.build import replace_layout
+from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
+from composable_fsdp.flat.gradients import shard_views
+from composable_fsdp.flat.handle import FlatParamHandle, forget_leaves
+from composable_fsdp.flat.param_ref import param_refs, place_path, record_replaced
 from composable_fsdp.flat.residency import shards_are_unchanged
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.naming import join_name, listed, quoted
+from composable_fsdp.planning.dtensors import is_dtensor
+from composable_fsdp.planning.layout import RegionLayout
+from composable_fsdp.planning.split import split_region
 from composable_fsdp.runtime.grad_hooks import install_grad_hooks
 from composable_fsdp.runtime.meta_values import end_watch
 from composable_fsdp.runtime.offload import (
@@ -49,8 +50,6 @@ class UserChanges:
     def adopt(self, state: _FSDPState, *, values_required: bool = True) -> None:
         """Make the shards of the sharded unit hold what the modules show.
 
-        Raises: PlanError, as ``require_leaves``, or if the parameters got values and a
-            buffer is still on meta.
         Collective: none, except as ``finish_reduction``.
         """
         handle = state.handle
@@ -66,7 +65,6 @@ class UserChanges:
     def follow_flags(self, state: _FSDPState) -> bool:
         """Move parameters that were frozen or unfrozen to regions of their kind.
 
-        Raises: PhaseError, while gradients of the unit wait to be reduced.
         Collective: none, except as ``finish_reduction``.
         """
         changed = requires_grad_changed(state.handle)
@@ -81,10 +79,6 @@ class UserChanges:
             return True
         take_memory(handle)
         return False
-
-    def shards_written(self, handle: FlatParamHandle) -> None:
-        """Copy the shard into leaves that lie in memory of the user."""
-        write_to_user_memory(handle)
 
 
 @contextmanager
@@ -109,11 +103,8 @@ def _adopt(state: _FSDPState) -> None:
         return
     if context is not None:
         synchronize_copy_stream(context)
-    if follow_user_memory(handle):
-        return
-    if context is not None:
         # The old buffers are freed below, so no stream may still read them.
-        _finish_reduction(context, handle)
+        finish_reduction(context)
         free_oldest(context, keep=0)
     device, was_on_meta = handle.layout.device, handle.layout.on_meta
     if was_on_meta:
@@ -124,32 +115,12 @@ def _adopt(state: _FSDPState) -> None:
     install_grad_hooks(state)
     if was_on_meta:
         _place_buffers(state)
-    if handle.layout.device != device:
-        _move_unit(state, context)
-
-
-def _finish_reduction(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Finish the reductions in flight.
-
-    Raises: PlanError, if parameters of a reduction were cast since.
-    """
-    in_flight = (context.reducing, context.replicating)
-    if any(each is not None and each.handle is handle for each in in_flight):
-        for region in handle.layout.trainable:
-            if any(leaf.dtype != region.layout.dtype for leaf in region.leaves):
-                raise PlanError(
-                    f"Parameters of unit {handle.name} were cast while its gradients "
-                    "are being reduced (set_is_last_backward(False)). Cast them after "
-                    "the backward that is the last."
-                )
-    finish_reduction(context)
+    if handle.layout.device != device and context is not None:
+        _move_unit(context, handle.layout.device)
 
 
 def _place_buffers(state: _FSDPState) -> None:
-    """Move buffers that got values together with the parameters to the compute device.
-
-    Raises: PlanError, if a buffer is still on meta.
-    """
+    """Move buffers that got values with the parameters to the compute device."""
     meta = []
     for number, name, buffer in own_buffers(state):
         if buffer.is_meta:
@@ -165,11 +136,8 @@ def _place_buffers(state: _FSDPState) -> None:
         )
 
 
-def _move_unit(state: _FSDPState, context: RuntimeContext | None) -> None:
+def _move_unit(context: RuntimeContext, device: torch.device) -> None:
     """Follow a unit to its compute device: a root without regions, and streams."""
-    device: torch.device = state.handle.layout.device
-    if context is None:
-        return
     root = root_of(context)
     # A root without parameters has no device of its own and follows the first moved
     # unit.
@@ -198,3 +166,221 @@ def _follow_requires_grad(context: RuntimeContext, state: _FSDPState) -> None:
     rebuild_for_requires_grad(handle)
     # The new regions have new full parameters without hooks.
     install_grad_hooks(state)
+
+
+def requires_grad_changed(handle: FlatParamHandle) -> bool:
+    """Return whether the ``requires_grad`` of a leaf differs from the region's flag."""
+    return any(
+        leaf.requires_grad is not full.requires_grad for *_, leaf, full in handle.swaps
+    )
+
+
+def require_leaves(handle: FlatParamHandle) -> bool:
+    """Adopt leaves that were replaced or changed; return if full leaves are new."""
+    if shards_are_unchanged(handle):
+        return False
+    for parameters, name, leaf, full in handle.swaps:
+        # ``torch.func.functional_call`` inside a forward of the unit found the full
+        # leaf, and put the full leaf back after the unit had been resharded.
+        if parameters.get(name) is full:
+            parameters[name] = leaf
+    if shards_are_unchanged(handle):
+        return False
+    names: dict[int, str] = {}
+    current = _current(handle, names)
+    _require_fit(handle, current, names)
+    if not _is_replaced(handle):
+        take_memory(handle)
+        return False
+    if handle.reduction.due or handle.reduction.held is not None:
+        raise PlanError(
+            f"Parameters of unit {handle.name} were replaced, cast or moved while "
+            "gradients of no_sync wait to be reduced. Change them between steps."
+        )
+    leaves = [
+        tuple(current[slot.index] for slot in region.layout.parameters)
+        for region in handle.layout.regions
+    ]
+    record_replaced(handle, [r.leaves for r in handle.layout.regions], leaves)
+    _rebuild_handle(handle, leaves, device=_device(handle, current))
+    return True
+
+
+def _current(handle: FlatParamHandle, names: dict[int, str]) -> dict[int, nn.Parameter]:
+    """Return, by slot index, the parameter that the modules show; fill ``names``."""
+    current: dict[int, nn.Parameter] = {}
+    for at, (place, (parameters, key, leaf, _)) in enumerate(
+        zip(handle.layout.places, handle.swaps, strict=True)
+    ):
+        # The first place of a tied parameter names the parameter.
+        fqn = names.setdefault(place.slot_index, place_path(handle, at))
+        found = parameters.get(key)
+        if not isinstance(found, nn.Parameter) or is_dtensor(found):
+            raise PlanError(
+                f"Parameter {quoted(fqn)} was removed or replaced by a "
+                f"{type(found).__name__} after fully_shard (torch.func.functional_call "
+                "does so for a while). Change modules before fully_shard."
+            )
+        first = current.setdefault(place.slot_index, found)
+        # On meta, different objects are legal: ``to_empty`` creates a parameter for
+        # each place.
+        if found is not first and not leaf.is_meta:
+            raise PlanError(
+                f"The places of tied parameter {quoted(fqn)} show different parameters "
+                "since fully_shard. Assign to all of them, or untie before fully_shard."
+            )
+        if first is leaf:
+            current[place.slot_index] = found
+    return current
+
+
+def _require_fit(
+    handle: FlatParamHandle, current: dict[int, nn.Parameter], names: dict[int, str]
+) -> None:
+    """Raise PlanError if a parameter in ``current`` cannot be a leaf of its region."""
+    meta = [quoted(names[i]) for i, parameter in current.items() if parameter.is_meta]
+    if meta:
+        raise PlanError(
+            f"Parameters {listed(meta)} are still on the meta device, so "
+            "they have no values. Call init_weights(model), or model.to_empty("
+            "device=...) and then load, on every rank; or pass param_init_fn to "
+            "fully_shard."
+        )
+    # A region has a single dtype, and parameters that were frozen since may come back
+    # to the region that they had.
+    dtypes = {
+        slot.index: current[layout.parameters[0].index].dtype
+        for layout in handle.layout.origin
+        for slot in layout.parameters
+    }
+    for region in handle.layout.regions:
+        homes, _ = shard_views(region.cuts, region.shard)
+        for slot, home in zip(region.layout.parameters, homes, strict=True):
+            fqn, found = names[slot.index], current[slot.index]
+            if found.shape != home.shape or found.dtype != dtypes[slot.index]:
+                raise _misfit(fqn, home, found)
+            if handle.layout.offload and found.device.type != "cpu":
+                raise PlanError(
+                    f"Parameter {quoted(fqn)} was moved to {found.device} after "
+                    "fully_shard with cpu_offload, which keeps it on the host. Move "
+                    "the model before fully_shard, or not at all: the compute device "
+                    f"is {handle.layout.device}."
+                )
+
+
+def _is_replaced(handle: FlatParamHandle) -> bool:
+    """Return whether an object, a dtype or a device changed, and not only memory."""
+    return (
+        handle.layout.on_meta
+        or any(
+            parameters.get(name) is not leaf
+            for parameters, name, leaf, _ in handle.swaps
+        )
+        or any(
+            leaf.dtype != region.shard.dtype or leaf.device != region.shard.device
+            for region in handle.layout.regions
+            for leaf in region.leaves
+        )
+    )
+
+
+def _device(handle: FlatParamHandle, current: dict[int, nn.Parameter]) -> torch.device:
+    """Return the compute device after the change."""
+    devices = {parameter.device for parameter in current.values()}
+    # A CPU was the compute device because the parameters were there, so the unit
+    # follows them. A GPU was chosen and stays.
+    if (
+        handle.layout.device.type == "cpu"
+        and len(devices) == 1
+        and not handle.layout.offload
+    ):
+        return devices.pop()
+    return handle.layout.device
+
+
+def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
+    """Return the error for a parameter that does not fit its place in the shard."""
+    return PlanError(
+        f"Parameter {quoted(fqn)} was changed after fully_shard: its shard on this "
+        f"rank is {tuple(expected.shape)} {expected.dtype} ({expected.numel()} "
+        f"elements), found {tuple(got.shape)} {got.dtype}. To change "
+        "values, write in place inside unshard_params, or call set_full_param; to "
+        "change shapes, change the plain model before fully_shard. A cast of the "
+        "whole model is taken up; a region has one dtype."
+    )
+
+
+def _rebuild_handle(
+    handle: FlatParamHandle,
+    leaves: Sequence[Sequence[nn.Parameter]],
+    *,
+    device: torch.device,
+) -> None:
+    """Rebuild the regions over new leaves, which keep their gradients."""
+    forget_leaves(handle)
+    # The layout stays, even if a narrower dtype makes shard boundaries less than
+    # 16-byte aligned: another layout would move elements between ranks.
+    before = handle.layout
+    dtypes = {
+        slot.index: parameter.dtype
+        for region, parameters in zip(before.regions, leaves, strict=True)
+        for slot, parameter in zip(region.layout.parameters, parameters, strict=True)
+    }
+
+    def cast(layouts: tuple[RegionLayout, ...]) -> tuple[RegionLayout, ...]:
+        return tuple(
+            replace(each, dtype=dtypes[each.parameters[0].index])
+            if each.parameters
+            else each
+            for each in layouts
+        )
+
+    replace_layout(
+        handle,
+        replace(before.plan, regions=cast(before.plan.regions)),
+        leaves,
+        before.places,
+        before.owners,
+        origin=cast(before.origin),
+        device=device,
+    )
+    for leaf in handle.leaves:
+        if leaf.grad is not None and leaf.grad.device != leaf.device:
+            # Torch requires ``.grad`` and the parameter to be on the same device.
+            leaf.grad = None
+    rebind_flat_parameters(handle, before.regions)
+    # Tied places that still show another parameter get the adopted parameter.
+    for parameters_of, name, leaf, _ in handle.swaps:
+        parameters_of[name] = leaf
+
+
+def rebuild_for_requires_grad(handle: FlatParamHandle) -> None:
+    """Rebuild the regions of an idle unit, trainable or frozen as their leaves are."""
+    before = handle.layout
+    leaves = {ref.slot.index: ref.leaf for ref in param_refs(handle)}
+    # Every rank keeps the same elements: regions are only split along the planned
+    # layout, so no element moves to another rank.
+    layouts = tuple(
+        part
+        for layout in before.origin
+        for part in split_region(
+            layout, [leaves[slot.index].requires_grad for slot in layout.parameters]
+        )
+    )
+    # Places must be in the order of the new regions.
+    order = [slot.index for layout in layouts for slot in layout.parameters]
+    at = {index: i for i, index in enumerate(order)}
+    placed = sorted(
+        zip(before.places, before.owners, strict=True),
+        key=lambda pair: at[pair[0].slot_index],
+    )
+    replace_layout(
+        handle,
+        replace(before.plan, regions=layouts),
+        [[leaves[slot.index] for slot in layout.parameters] for layout in layouts],
+        tuple(place for place, _ in placed),
+        tuple(owner for _, owner in placed),
+        origin=before.origin,
+        device=before.device,
+    )
+    rebind_flat_parameters(handle, before.regions)

@@ -47,11 +47,10 @@ def _note(module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) 
     """Registration hook: record the registration if a unit holds ``module``."""
     state = OWNERS.get(module)
     # Programs may assign parameters in each step, and the search is one of the tree.
-    if value is None or state is None or _is_place(module, name):
-        return
-    PENDING.setdefault(state, []).append(ref(value))
-    if _warn_of_added not in NEXT_FORWARD:
-        NEXT_FORWARD.append(_warn_of_added)
+    if value is not None and state is not None and not _is_place(module, name):
+        PENDING.setdefault(state, []).append(ref(value))
+        if _warn_of_added not in NEXT_FORWARD:
+            NEXT_FORWARD.append(_warn_of_added)
 
 
 def _is_place(module: nn.Module, name: str) -> bool:
@@ -90,7 +89,12 @@ def _warn_of_added(context: RuntimeContext) -> None:
 def _unmanaged(context: RuntimeContext, added: set[int]) -> Iterator[str]:
     """Yield the names of trainable parameters of ``added`` that no unit holds."""
     top: nn.Module = root_of(context).module
-    for path, each in walk.named(top, enter=_is_ours):
+
+    def is_ours(module: nn.Module) -> bool:
+        # Another API (DDP, torch's FSDP) manages the whole subtree of its module.
+        return OWNERS.get(module) is not None or not any(other_apis(module))
+
+    for path, each in walk.named(top, enter=is_ours):
         for key, parameter in each._parameters.items():
             if (
                 parameter is not None
@@ -102,9 +106,3 @@ def _unmanaged(context: RuntimeContext, added: set[int]) -> Iterator[str]:
                 and not _is_place(each, key)
             ):
                 yield join_name(path, key)
-
-
-def _is_ours(module: nn.Module) -> bool:
-    """Return whether no other API (DDP, torch's FSDP) manages the module."""
-    # Another API manages the whole subtree of its module.
-    return OWNERS.get(module) is not None or not any(other_apis(module))

@@ -80,13 +80,7 @@ def int8_all_to_all_hook(
 
 
 class Int8Exchange(NamedTuple):
-    """The bytes of an exchange of ``int8_all_to_all_hook``.
-
-    Args:
-        sent: bytes of the all-to-all.
-        gathered: bytes of the all-gather that follows without ``output``.
-        scratch: bytes of the temporary tensors, at most.
-    """
+    """The bytes of an exchange of ``int8_all_to_all_hook``."""
 
     sent: int
     gathered: int

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.meeting import Call
 from composable_fsdp.naming import by_value, ranks_text
 
 V = TypeVar("V")
@@ -32,11 +31,6 @@ class Announcement(NamedTuple):
     place: tuple[str, ...] = ()  # in the order of units; empty for a call of the user
     facts: object = None  # what is compared besides the place; ``does`` if None
 
-    @classmethod
-    def of(cls, call: Call) -> Announcement:
-        """Return the announcement of a call of the user."""
-        return cls(f"calls {call.story}", call.way_out)
-
     @property
     def is_in(self) -> str:
         """What the rank does while it waits."""
@@ -44,13 +38,13 @@ class Announcement(NamedTuple):
 
     def alone(self, why: str) -> str:
         """Return the error of this rank, which gives up because of ``why``."""
-        ends = f"{why}." if "never meet" in why else f"{why}. {self.way_out}"
+        names_all = "never meet" in why  # the calls, and a way out of its own
+        ends = f"{why}." if names_all else f"{why}. {self.way_out}"
         if self.place:
             opening = f"In {self.place[0]}, this rank {self.does}."
             return f"{opening} {ends[:1].upper()}{ends[1:]}"
-        if ends == f"{why}.":  # it names the call, and has a way out of its own
-            return ends
-        return f"{self.does.removeprefix('calls ')} was called on this rank, and {ends}"
+        did = f"{self.does.removeprefix('calls ')} was called on this rank, and "
+        return ends if names_all else did + ends
 
 
 def tag_of(facts: object) -> int:
@@ -82,10 +76,9 @@ def first_difference(
     'the size: 2 on rank 0, 3 on rank 1, nothing on rank 2'
     """
     for key in sorted(set().union(*facts.values())):
-        found = {rank: each.get(key) for rank, each in facts.items()}
-        values = {r: "nothing" if e is None else e[1] for r, e in found.items()}
+        what = next(each[key][0] for each in facts.values() if key in each)
+        values = {r: e.get(key, ("", "nothing"))[1] for r, e in facts.items()}
         if len(set(values.values())) > 1:
-            what = next(each[0] for each in found.values() if each is not None)
             return f"{what}: {by_value(values)}"
     return None
 

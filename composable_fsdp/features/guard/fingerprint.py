@@ -72,12 +72,20 @@ def facts_of(
         if key not in parameters:
             found_here = _parameter_facts(state.handle, several=several)
             parameters[key] = _of_all_parts(state, found_here) if parts else found_here
-        settings = _facts_of_settings(state, names)
+        groups = state.handle.groups
+        # Numbers of ranks and not the ranks, which differ between replicas.
+        settings: tuple[object, ...] = (
+            *(groups.shard_world_size, groups.replicas),
+            state.handle.layout.device.type,
+            # A backward compares this one by itself: ``no_sync`` changes often.
+            state.settings.sync_gradients,
+            *setting_values(state, names),
+        )
         setting = id(state.options), *settings
         if setting not in options:
             pairs = zip((*_GROUPS, *COMPARED_LATER), map(str, settings), strict=True)
             options[setting] = (*_option_facts(state.options), *pairs)
-        if parts and state.handle.groups.experts_ref:
+        if parts and groups.experts_ref:
             # Experts have the numbers of the rank in their names.
             name = f"number {number} with an expert_mesh"
         had = () if parts else tuple(buffers.get(id(state), ()))
@@ -164,21 +172,6 @@ _GROUPS = (
     *("ranks per shard group", "number of replicas", "device type"),
     "reduction of gradients in backward",
 )
-
-
-def _facts_of_settings(
-    state: _FSDPState, names: Mapping[int, str]
-) -> tuple[object, ...]:
-    """Return the ranks, and the settings that can be changed after ``fully_shard``."""
-    groups = state.handle.groups
-    return (
-        # Numbers of ranks and not the ranks, which differ between replicas.
-        *(groups.shard_world_size, groups.replicas, state.handle.layout.device.type),
-        # A backward compares this setting by itself, because ``no_sync`` changes often.
-        state.settings.sync_gradients,
-        *setting_values(state, names),
-    )
-
 
 _NAMES, _SHAPE, _DTYPE, _FLAG, _OPTION, _PLACE, _BUFFER = range(7)
 """Kinds of facts, in the order of comparison."""

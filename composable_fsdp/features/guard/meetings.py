@@ -52,10 +52,9 @@ def meet_in_store(
 
 def history_of(group: dist.ProcessGroup) -> History:
     """Return the meetings over ``group``, one object per group."""
-    found = _histories.get(group)
-    if found is None:
-        found = _histories[group] = History(group)
-    return found
+    if group not in _histories:
+        _histories[group] = History(group)
+    return _histories[group]
 
 
 class History:
@@ -70,8 +69,12 @@ class History:
     def meet(self, call: Call, *, always: bool) -> None:
         """Wait for equal calls of all ranks, unless expected; note the call."""
         if always or self.order.expected() != call:
-            self.gather(Announcement.of(call))
+            self.announce(call)
         self.order.note(call)
+
+    def announce(self, call: Call) -> None:
+        """Wait for equal calls of all ranks; the order of calls does not have it."""
+        self.gather(Announcement(f"calls {call.story}", call.way_out))
 
     def gather(self, announced: Announcement) -> None:
         """Meet all ranks of the group in the store. Raises: DesyncError."""

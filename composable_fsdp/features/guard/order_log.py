@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -78,17 +79,14 @@ _MOST_MODES = 64
 """Number of modes whose orders are kept, the latest."""
 
 
+@dataclass(slots=True)
 class Record:
     """The order of a mode."""
 
-    __slots__ = ("departures", "equal", "since", "uses")
-
-    def __init__(self) -> None:
-        # The recorded uses, then ``None``; None before the first round has ended.
-        self.uses: list[object] | None = None
-        self.since = 0  # the round in which the record was made
-        self.departures = 0  # on all ranks alike; from 2 on the order varies
-        self.equal = 0  # equal rounds in a row, while the order varies
+    uses: list[object] | None = None  # then ``None``; None before the first round ended
+    since: int = 0  # the round in which the record was made
+    departures: int = 0  # on all ranks alike; from 2 on the order varies
+    equal: int = 0  # equal rounds in a row, while the order varies
 
     def update(self, uses: list[object], number: int) -> None:
         """Make the uses of a round the recorded uses."""
@@ -264,7 +262,6 @@ class OrderLog:
 
         Collective: an all-gather of 8 bytes over each group of ``peers``; if tags
             differ, an all-gather of objects.
-        Raises: DesyncError, on every rank of a group whose ranks differ.
         """
         if not self.peers:
             return
@@ -305,10 +302,7 @@ class OrderLog:
         other: str = "",
         cure: str = "",
     ) -> None:
-        """Meet all ranks at a use or mode other than ``wanted``, as in round ``since``.
-
-        ``other``: what was to begin instead of this log.
-        """
+        """Meet all ranks at a value other than ``wanted``, as in round ``since``."""
         if not self.peers:
             return
         fact = self._fact(value, at)
@@ -326,10 +320,7 @@ class OrderLog:
         return f"{self._what} {self.round}, at {at}", self._name
 
     def _meet(self, at: str, facts: tuple[Any, ...], does: str, cure: str) -> None:
-        """Wait until every rank has come to the place with the same facts, too.
-
-        Raises: DesyncError, if a rank does something else, or does not come in time.
-        """
+        """Wait until every rank has come to the place with the same facts, too."""
         announced = Announcement(does, cure, self._place(at), facts)
         groups = [each.group for each in self.peers]
         for group in groups:
@@ -376,11 +367,7 @@ def compare_ranks(context: RuntimeContext, root: _RootFSDPState) -> None:
 def _assign_order_logs(
     context: RuntimeContext, root: _RootFSDPState, *, replicas: bool
 ) -> None:
-    """Assign the order logs of each unit of a tree; collect all logs in ``context``.
-
-    Ranks number the logs of a group, so the ranks of a log must have compared their
-    models before. Without ``replicas`` units that are not cut have no logs yet.
-    """
+    """Assign the order logs of each unit of a tree; collect all logs in ``context``."""
     forward: dict[tuple[str, ...], OrderLog] = {}
     backward: dict[tuple[str, ...], OrderLog] = {}
     waiting = partial(missing_gradients, weakref.ref(context))

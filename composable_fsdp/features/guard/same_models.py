@@ -35,7 +35,6 @@ from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import leave, record
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard.compare import (
-    Announcement,
     first_difference,
     gather,
     tag_of,
@@ -159,10 +158,7 @@ def _units(top: _FSDPState) -> Units:
 
 
 def _scopes(units: Units, *, replicas: bool) -> list[Scope]:
-    """Return the units by the ranks that hold them, most ranks first.
-
-    Without ``replicas`` only units that are cut, by the ranks that share them.
-    """
+    """Return the units by the ranks that hold them, most ranks first."""
     routes: dict[Groups, tuple[dist.ProcessGroup, ...]] = {}
     found: dict[tuple[str, ...], Scope] = {}
     for name, state in units:
@@ -192,10 +188,7 @@ def _route(groups: Groups, *, replicas: bool) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _scopes_of_parts(units: Units) -> list[Scope]:
-    """Return the units by the groups whose ranks hold other parts of them.
-
-    The ranks that a unit's own groups reach have been compared with the whole unit.
-    """
+    """Return the units by the groups whose ranks hold other parts of them."""
     found: dict[dist.ProcessGroup, None] = {}
     for _, state in units:
         experts = state.handle.groups.experts
@@ -211,10 +204,7 @@ def _scopes_of_parts(units: Units) -> list[Scope]:
 
 
 def meet_if_used(groups: Iterable[dist.ProcessGroup], call: Call) -> None:
-    """Wait in the store for all ranks, over groups that an earlier tree has used.
-
-    Raises: DesyncError, if another rank does something else.
-    """
+    """Wait in the store for all ranks, over groups that an earlier tree has used."""
     # A rank alone may use a new tree, as a copy for averages, while the others are in a
     # step of an older tree: what the new tree sends would pair with an all-gather of
     # another size, which aborts the process. Before the first tree is used, no rank has
@@ -222,7 +212,7 @@ def meet_if_used(groups: Iterable[dist.ProcessGroup], call: Call) -> None:
     for group in dict.fromkeys(groups):
         if group in _used and can_compare(group):
             # No ``meet``: these calls come once and are no part of the order of calls.
-            history_of(group).gather(Announcement.of(call))
+            history_of(group).announce(call)
 
 
 _used: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()

@@ -62,7 +62,6 @@ def require_same_weights(
     """Find the first parameter whose values differ between ranks; return a warning.
 
     Collective: an all-gather of objects over each group of ``route``.
-    Raises: DesyncError, if the unit's ``check_weights`` is "error".
     """
     told: list[dict[_Key, int]] = []
     for (_, state), whole in zip(units, _initial_hashes(units, parts), strict=True):
@@ -122,12 +121,9 @@ def _initial_hashes(
         unwritten = _unwritten(state)
         values: list[int | None] = list(islice(numbers[each.device], len(unwritten)))
         if parts is not None or not all(unwritten):
-            values = [
-                value if kept and not _is_cut(state, index, parts) else None
-                for index, (value, kept) in enumerate(
-                    zip(values, unwritten, strict=True)
-                )
-            ]
+            for index, kept in enumerate(unwritten):
+                if not kept or _is_cut(state, index, parts):
+                    values[index] = None
         found.append(values)
     return found
 

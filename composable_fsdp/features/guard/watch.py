@@ -96,8 +96,7 @@ class GroupWatch(Recorder):
     @property
     def keys(self) -> str:
         """The prefix of the keys in the store; empty before the ranks have a name."""
-        name = self._name.name
-        return f"composable_fsdp/watch/{name}" if name else ""
+        return f"composable_fsdp/watch/{self._name.name}" if self._name.name else ""
 
     def threads(self) -> list[str]:
         """Return the names of the threads of the program that use the group."""
@@ -143,9 +142,9 @@ class GroupWatch(Recorder):
             return seconds, waits, told
         if inside is not None:
             return inside.waited, inside, [log.number, inside.predicate]
-        if not log.operations:
-            return 0.0, None, [log.number, "has sent no operation yet"]
-        text = f"has finished {OperationRecord.of(log.operations[-1]).title}"
+        text = "has sent no operation yet"
+        if log.operations:
+            text = f"has finished {OperationRecord.of(log.operations[-1]).title}"
         return 0.0, None, [log.number, text]
 
     def _look_for_proof(self, store: Any, waits: Operation) -> None:
@@ -178,10 +177,10 @@ class GroupWatch(Recorder):
                 both = {dist.get_rank(): is_in, other.rank: other.predicate}
                 self._proof = waits.number, never_meet(both, other.advice or advice)
 
-    def _note(self, does: str | list[str | None], predicate: str, advice: str) -> str:
-        """Return what this rank does, for the store."""
-        note = _Note(dist.get_rank(), does, predicate, self.threads(), advice)
-        return json.dumps(note)
+    def _note(self, does: str | list[str | None], *words: str) -> str:
+        """Return what this rank does, for the store; ``words``: predicate, advice."""
+        rank, (predicate, advice) = dist.get_rank(), words
+        return json.dumps(_Note(rank, does, predicate, self.threads(), advice))
 
     def _is_ordered(self, other: _Note) -> bool:
         """Return whether one thread alone sends, here and on the other rank."""
@@ -287,9 +286,8 @@ class GroupWatch(Recorder):
     def ended(self, rank: int) -> str:
         """Return how the program of ``rank`` has ended; empty if it has not."""
         store, key = agreement.key_value_store(), f"{self.keys}/ended/{rank}"
-        if not self.keys or not store.check([key]):
-            return ""
-        return f"has ended{store.get(key).decode()}"
+        there = self.keys and store.check([key])
+        return f"has ended{store.get(key).decode()}" if there else ""
 
 
 class StoreWait:
@@ -453,5 +451,5 @@ def agree_on_name(group: dist.ProcessGroup, predicate: str) -> str:
 
 def require_unbroken(group: dist.ProcessGroup) -> None:
     """Raise DesyncError if a collective over ``group`` was left."""
-    if (found := _WATCH.groups.get(group)) is not None:
-        found.require_unbroken()
+    if group in _WATCH.groups:
+        _WATCH.groups[group].require_unbroken()

@@ -201,7 +201,7 @@ def released(
 
 
 def _settle(trees: Iterable[RuntimeContext], handles: list[FlatParamHandle]) -> None:
-    """End the reductions, and leave the slots of arenas. Raises: as ``sleep``."""
+    """End the reductions, and leave the slots of arenas."""
     for context in trees:
         finish_reduction(context)
     for handle in handles:
@@ -287,10 +287,8 @@ def _wake(found: _Asleep) -> list[str]:
             lost.append(name)
         tensor.data = data
     for state in found.states:
-        handle, here = state.handle, state.handle.writes.memory
-        handle.writes.memory = leaf_memory(handle.layout)._replace(
-            away=here.away, moved=here.moved
-        )
+        handle = state.handle
+        handle.writes.memory = leaf_memory(handle.layout)
         handle.phase = Phase.IDLE
         UNSHARDED.pop(handle, None)
     for region in found.intact:

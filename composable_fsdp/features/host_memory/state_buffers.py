@@ -173,7 +173,9 @@ def _views(buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
     views, at = [], 0
     for each in like:
         part = buffer[at : at + each.nbytes].view(each.dtype)
-        views.append(part.as_strided(each.size(), each.stride()))
+        # The strides of memory of its own, which one with gaps has not.
+        stride = torch.empty_like(each, device="meta").stride()
+        views.append(part.as_strided(each.size(), stride))
         at += slot_bytes([each.nbytes])
     return views
 
@@ -238,10 +240,8 @@ class _States:
             for parameter in group["params"]:
                 held, key = find_held(parameter), 0
                 if held is not None:
-                    flat, ref = held.flat, held.handle
-                    key = id(
-                        flat.region if flat else param_ref(ref, held.number).region
-                    )
+                    ref = held.flat or param_ref(held.handle, held.number)
+                    key = id(ref.region)
                 members = found.setdefault(key, _Region()).members
                 members.setdefault(at, []).append(parameter)
         # Their states move from the regions before, if there were any.

@@ -140,10 +140,7 @@ def map_on_owners(
 def _found(
     parameters: Sequence[Tensor], values: Sequence[Tensor | None]
 ) -> list[ParamRef | None]:
-    """Return the sharded parameters among ``parameters``; None for any other.
-
-    Raises: ValueError and CompositionError, as ``map_on_owners``.
-    """
+    """Return the sharded parameters among ``parameters``; None for any other."""
     if len(values) != len(parameters):
         raise ValueError(
             f"map_on_owners() takes a value for each parameter, and got {len(values)} "
@@ -363,10 +360,7 @@ def _call(
     dtype: torch.dtype,
     name: str,
 ) -> Tensor:
-    """Return ``function(whole, parameter)`` in ``dtype``.
-
-    Raises: ValueError, if the result has another shape than ``whole``.
-    """
+    """Return ``function(whole, parameter)`` in ``dtype``."""
     result = function(whole, parameter)
     if result.shape != whole.shape:
         raise ValueError(

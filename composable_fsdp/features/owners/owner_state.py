@@ -106,7 +106,8 @@ class OwnerState:
                     own, group, ref.handle.layout.device, to_cpu=True, may_repeat=True
                 )
             found |= {int(n): value for n, value in own.items()}
-        state = {n: _pytree.tree_map(_in_host_memory, found[n]) for n in sorted(found)}
+        cpu = torch.device("cpu")
+        state = {n: _copied(found[n], cpu) for n in sorted(found)}
         return {"shapes": self._shapes(refs), "state": state}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -124,12 +125,12 @@ class OwnerState:
                 f"{given}. Make OwnerState of the same matrices in the same order."
             )
         self._find_owners(refs)
-        self._values = {
-            # Cloned: the step writes into the values.
-            n: _pytree.tree_map(_copy_to(self._parameters[n], refs[n]), values)
-            for n, values in saved["state"].items()
-            if self._here[n]
-        }
+        self._values = {}
+        for n, values in saved["state"].items():
+            if self._here[n]:
+                p, ref = self._parameters[n], refs[n]
+                device = p.device if ref is None else ref.handle.layout.device
+                self._values[n] = _copied(values, device)
 
     def _refs(self) -> list[ParamRef | None]:
         """Return the places of the parameters, which change if any is frozen."""
@@ -170,22 +171,11 @@ def _by_groups(
     return found
 
 
-def _in_host_memory(value: Any) -> Any:
-    """Return a copy of a tensor in host memory; anything else as it is."""
-    # A copy in any case: the step goes on while a checkpoint is written.
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    return value
-
-
-def _copy_to(parameter: Tensor, ref: ParamRef | None) -> Any:
-    """Return a function that copies tensors to the device that computes."""
-    device = parameter.device if ref is None else ref.handle.layout.device
-
-    def copied(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        # 0-d tensors stay on the CPU, as the step counts of torch's optimizers.
-        return value.detach().to(device if value.dim() else "cpu", copy=True)
-
-    return copied
+def _copied(values: Any, device: torch.device) -> Any:
+    """Return ``values`` with copies of the tensors: a step writes into them."""
+    # 0-d tensors stay on the CPU, as the step counts of torch's optimizers.
+    return _pytree.tree_map_only(
+        Tensor,
+        lambda t: t.detach().to(device if t.dim() else "cpu", copy=True),
+        values,
+    )

@@ -22,11 +22,7 @@ Units = Sequence[tuple[str, FlatParamHandle]]
 
 
 def count_expert_ranks(top: FlatParamHandle, units: Units) -> None:
-    """Set how many ranks' tokens the experts of each unit compute.
-
-    Raises: CompositionError, if the meshes do not multiply to the ranks of ``top``, or
-    for a trainable plain parameter beside such DTensors; no unit is then changed.
-    """
+    """Set how many ranks' tokens the experts of each unit compute."""
     found = [
         (handle, _expert_ranks(top, name, handle))
         for name, handle in units
@@ -40,10 +36,7 @@ def count_expert_ranks(top: FlatParamHandle, units: Units) -> None:
 
 
 def _expert_ranks(top: FlatParamHandle, name: str, handle: FlatParamHandle) -> int:
-    """Return how many ranks' tokens a unit of experts computes.
-
-    Raises: as ``count_expert_ranks``.
-    """
+    """Return how many ranks' tokens a unit of experts computes."""
     # Sizes, which are equal on all ranks: all raise or none.
     own, everyone = handle.groups.world_size, top.groups.world_size
     told = handle.groups.expert_ranks

@@ -8,7 +8,6 @@ Outputs and attributes that share the memory of full parameters become copies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -69,12 +68,6 @@ def made_since(tensors: Iterable[Tensor], since: int) -> list[Tensor]:
     ]
 
 
-@lru_cache(maxsize=1024)
-def _searched(keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the ``keys`` that are searched. Modules of a class have equal keys."""
-    return tuple([key for key in keys if key not in _OF_EVERY_MODULE])
-
-
 def _attributes(state: _FSDPState) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Yield dict, key and tensor for attributes of this unit and of nested units."""
     # Nested units are included: a tensor that a nested unit keeps was computed from
@@ -90,9 +83,9 @@ def _attributes(state: _FSDPState) -> Iterator[tuple[dict[str, Any], str, Tensor
         buffers = own["_buffers"]
         # Most modules have no buffers.
         for table in (own, buffers) if buffers else (own,):
-            for key in _searched(tuple(table)):
-                if type(table[key]) in _HOLDERS:
-                    for tensor in tensors_in(table[key]):
+            for key, value in table.items():
+                if type(value) in _HOLDERS and key not in _OF_EVERY_MODULE:
+                    for tensor in tensors_in(value):
                         yield table, key, tensor
                         if tensor.grad_fn is not None:
                             break
@@ -113,9 +106,8 @@ def _is_view(handle: FlatParamHandle, tensor: Tensor) -> bool:
     """Return whether ``tensor`` views the full parameters and is none of them."""
     # A parameter itself has memory again in each forward, with the values of the time.
     # ``nn.LSTM`` keeps a list of its parameters, and would compute with old copies.
-    return is_weight(handle, tensor) and all(
-        tensor is not leaf for leaf in handle.form.placed
-    )
+    own = map(id, handle.form.placed)
+    return is_weight(handle, tensor) and id(tensor) not in own
 
 
 def copy_weights(state: _FSDPState, output: Any) -> tuple[Any, list[Tensor]]:

@@ -19,7 +19,6 @@ from composable_fsdp.flat.residency import accept_versions, set_versions, versio
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.unshard import shard_versions
-from composable_fsdp.tree import moments
 from composable_fsdp.tree.state import _FSDPState
 
 _COPIED = 1 << 18
@@ -33,10 +32,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy_writes(state: _FSDPState, *, all_values: bool) -> None:
-    """Copy full parameters that the forward wrote to into the shards.
-
-    Raises: PhaseError, naming the parameter, if the shard would lose the write.
-    """
+    """Copy full parameters that the forward wrote to into the shards."""
     context, handle = state.context, state.handle
     assert context is not None
     now, readable = tuple(map(version_of, handle.form.placed)), handle.form.readable
@@ -88,7 +84,7 @@ def _copy_write_to_shard(
             f"forward of unit {handle.name}, where it is a copy",
         )
     # A full leaf may view the shard itself, which already has the new values.
-    if region.full.is_cut or handle.writes.memory.away:
+    if region.full.is_cut:
         sharded.copy_(part_of(region, slot, local_of(full), like=sharded))
     # The full leaf's version must equal the sharded leaf's version plus the versions of
     # flat parameters (``residency.make_readable``).
@@ -160,4 +156,3 @@ def _copy_all_to_shards(handle: FlatParamHandle) -> None:
             region.shard.copy_(
                 region.full.buffer[start : start + region.layout.shard_numel]
             )
-    moments.changes.shards_written(handle)

@@ -126,7 +126,6 @@ class _Source(Generic[T]):
     def take(self) -> None:
         """Take a batch from the loader, and begin to tell the other ranks.
 
-        Raises: nothing of the loader; ``raise_everywhere`` does, on all ranks.
         Collective: an all-reduce of three integers, which ``counts`` waits for.
         """
         # Some loaders begin again after their end.
@@ -169,18 +168,12 @@ class _Source(Generic[T]):
         Collective: an all-gather of objects.
         """
         error = self._error
-        told = self._gather(
-            None if error is None else f"{type(error).__name__}: {error}"
-        )
+        text = "" if error is None else f"raised {type(error).__name__}: {error}"
+        told = self._gather(text, "; ")
         if error is not None:
             raise error
-        words = [
-            f"rank {rank} raised {text}"
-            for rank, text in zip(self.team.ranks, told, strict=True)
-            if text is not None
-        ]
         raise DesyncError(
-            f"The loader of another rank failed in even_batches: {'; '.join(words)}. "
+            f"The loader of another rank failed in even_batches: {told}. "
             "All ranks end the loop after the same turn."
         )
 
@@ -189,12 +182,9 @@ class _Source(Generic[T]):
 
         Collective: an all-gather of objects.
         """
-        told = self._gather(f"{'at least ' if self.has_batch else ''}{self._taken}")
-        words = [
-            f"rank {rank} has {text}"
-            for rank, text in zip(self.team.ranks, told, strict=True)
-        ]
-        return f"The ranks have different numbers of batches: {', '.join(words)}."
+        told = f"has {'at least ' if self.has_batch else ''}{self._taken}"
+        words = self._gather(told, ", ")
+        return f"The ranks have different numbers of batches: {words}."
 
     def leave(self) -> None:
         """Do not wait for the all-reduce of a turn that does not come."""
@@ -202,6 +192,10 @@ class _Source(Generic[T]):
             self._sent.leave()
             self._sent = None
 
-    def _gather(self, value: str | None) -> list[str | None]:
-        group = self.team.group
-        return [value] if group is None else collectives.all_gather_object(value, group)
+    def _gather(self, text: str, between: str) -> str:
+        """Return the ranks with a text, and these."""
+        group, texts = self.team.group, [text]
+        if group is not None:
+            texts = collectives.all_gather_object(text, group)
+        pairs = zip(self.team.ranks, texts, strict=True)
+        return between.join(f"rank {rank} {each}" for rank, each in pairs if each)

@@ -75,8 +75,8 @@ class StepLog:
 
     def timed(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of ``loader``, and count the time that they take."""
-        batches, began = iter(loader), time.perf_counter()
-        for batch in batches:
+        began = time.perf_counter()
+        for batch in loader:
             self._waited += time.perf_counter() - began
             yield batch
             began = time.perf_counter()
@@ -85,8 +85,10 @@ class StepLog:
     def paused(self) -> Iterator[None]:
         """Leave the time of a block, such as an evaluation, out of the line."""
         began = time.perf_counter()
-        yield
-        self._since += time.perf_counter() - began
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - began
 
     def step(
         self, loss: Tensor | float, tokens: int, **more: float

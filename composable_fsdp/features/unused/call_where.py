@@ -122,11 +122,11 @@ class _Call(GradientOrder):
         self.states = [each for each in units if each in below]
         self.forms: list[Any] = []
         self.waiting: list[_FSDPState] = []  # for their reduction, the next one last
-        listed = [(s.ahead_in_forward, s.ahead_in_backward) for s in self.states]
+        ahead = [(*s.ahead_in_forward, *s.ahead_in_backward) for s in self.states]
         slots = [s.handle.form.slot for s in self.states if s.handle.form.slot]
         if isinstance(self.outer, _Call):
             raise self.refused("is inside that of a module that it is not below.")
-        if not below.issuperset(chain(*chain(*listed))) or len(set(slots)) < len(slots):
+        if not below.issuperset(chain(*ahead)) or len(set(slots)) < len(slots):
             raise self.refused("would prefetch other units, or share Arena slots.")
         if any(s.handle in self.outer.open_calls for s in self.states):
             raise self.refused(_PLAIN)
@@ -180,23 +180,33 @@ class _Call(GradientOrder):
             return self.marked(run) if taped else run()
         finally:
             self.context.order = self.outer
+            # First, because the wait for a unit may raise.
             for state, log in zip(self.states, logs, strict=True):
-                handle, handle.logs = state.handle, log
+                state.handle.logs = log
+                if not recomputing:
+                    state.handle.kept, state.remaining = False, frozenset()
+            for state in self.states:
+                handle = state.handle
                 if handle.residency not in NOT_GATHERED:
                     unshard.wait_unsharded(handle)
                 if recomputing:  # backward releases them, equal on all ranks
                     handle.phase = BACKWARD_PRE if taped else IDLE
-                    continue
-                handle.kept, state.remaining = False, frozenset()
-                end_unit_forward(self.context, state, awaited=taped, stays_full=False)
+                else:
+                    end_unit_forward(
+                        self.context, state, awaited=taped, stays_full=False
+                    )
 
     def marked(self, run: Callable[[], Any]) -> Any:
         """Return what ``run`` does, between the two nodes of the graph."""
         token = torch.zeros((), device=self.states[0].device, requires_grad=True)
         (token,) = _Node.apply(self.leave, token)  # type: ignore[no-untyped-call]
         output = run()
-        tensors = [t for t in _pytree.tree_leaves(output) if isinstance(t, Tensor)]
-        found = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+        found = [
+            each
+            for each in _pytree.tree_leaves(output)
+            if isinstance(each, Tensor)
+            and (each.is_floating_point() or each.is_complex())
+        ]
         if not found:
             raise self.refused("returned no tensor for a loss. Return one.")
         _, *after = _Node.apply(self.enter, token, *found)  # type: ignore[no-untyped-call]

@@ -8,12 +8,11 @@ An object is called once per region of a unit, in buffers that it allocates::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -21,41 +20,10 @@ from composable_fsdp.access.settings import changed_units
 from composable_fsdp.comm.operations import Operation
 from composable_fsdp.comm.works import Works
 
-
-class Allocates(Protocol):
-    """The part that both kinds of objects share."""
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Return a tensor of ``size``; the values do not matter."""
-
-
-class CustomAllGather(Allocates, Protocol):
-    """An all-gather of the user."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Fill ``output_tensor`` with the inputs of all ranks, in rank order."""
-
-
-class CustomReduceScatter(Allocates, Protocol):
-    """A reduce-scatter of the user."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce ``input_tensor`` by ``op``; rank *r* keeps slice *r* as the output."""
+CustomComm = Callable[..., "dist.Work | None"]
+"""An object of the user: ``allocate(size, *, dtype, device)`` returns a tensor, and the
+object is called with ``output_tensor``, ``input_tensor``, ``group``, ``async_op`` and,
+as a reduce-scatter, ``op``."""
 
 
 class _CopiedWorks(Works):
@@ -94,7 +62,6 @@ def _send(
     """Do as ``collectives.all_gather_flat``, or, with ``average``, as its reduction.
 
     Collective: a call of ``comm`` per buffer.
-    Raises: CollectiveError, if the backend raises; errors of ``comm``.
     """
     how = {}
     if average is not None:
@@ -120,7 +87,7 @@ def _send(
     return operation.send(start, async_op=async_op)
 
 
-def set_custom_all_gather(module: nn.Module, comm: CustomAllGather) -> None:
+def set_custom_all_gather(module: nn.Module, comm: CustomComm) -> None:
     """Gather the unit ``module`` in forward and backward by ``comm``; as in FSDP2.
 
     Collective: in a step the collectives of ``comm``.
@@ -132,7 +99,7 @@ def set_custom_all_gather(module: nn.Module, comm: CustomAllGather) -> None:
         state.handle.rule.all_gather = partial(_send, comm)
 
 
-def set_custom_reduce_scatter(module: nn.Module, comm: CustomReduceScatter) -> None:
+def set_custom_reduce_scatter(module: nn.Module, comm: CustomComm) -> None:
     """Reduce the gradients of the unit ``module`` by ``comm``; as in FSDP2.
 
     Collective: in backward the collectives of ``comm``.
