@@ -14,11 +14,13 @@ from composable_fsdp.comm.nodes import group_sizes
 from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.registry import API, get_state
 from composable_fsdp.config import (
+    FULL_SHARD,
     Arena,
     BackwardPrefetch,
     Block,
     CPUOffload,
     MixedPrecision,
+    Placement,
     RowBlock,
     ShardingStrategy,
     TiedParams,
@@ -76,7 +78,8 @@ def plan(
     shard_world_size: int | None = None,
     policy: AnyPolicy | None = None,
     units: Iterable[nn.Module | str | Sequence[nn.Module | str]] | None = None,
-    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    strategy: ShardingStrategy = FULL_SHARD,
+    placement: Placement | None = None,
     mixed_precision: MixedPrecision | None = None,
     cpu_offload: CPUOffload | None = None,
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
@@ -116,6 +119,7 @@ def plan(
             unit. So ``units=model.blocks`` plans ``for block in model.blocks:
             fully_shard(block)``. Default None: no units below ``module``.
         strategy: the sharding strategy. Default FULL_SHARD.
+        placement: a placement instead, over dims "replicate" and "shard". Default None.
         mixed_precision: dtypes of compute, reduction, buffers, inputs and outputs.
             Default None: every tensor keeps its dtype.
         cpu_offload: keeps sharded parameters and gradients on the host. Default None.
@@ -154,6 +158,7 @@ def plan(
         )
     options = UnitOptions(
         strategy=strategy,
+        placement=placement,
         block=block,
         mixed_precision=mixed_precision,
         cpu_offload=cpu_offload,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from composable_fsdp.config import ShardingStrategy
+from composable_fsdp.comm.placements import RESHARDING
 from composable_fsdp.features.comm_hooks.int8_exchange import int8_all_to_all_hook
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.unit_plan import UnitPlan
@@ -37,10 +37,9 @@ def _options_in_force(state: _FSDPState) -> UnitOptions:
     # The first forward sets the flag of a root, which every plan keeps full anyway.
     if state._is_root or reshards is None or reshards == options.reshard_after_forward:
         return options
-    pairs = [
-        (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP),
-        (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2),
-    ]
     # Each of a pair is the other with another flag; NO_SHARD has nothing to reshard.
-    other = dict([*pairs, *(pair[::-1] for pair in pairs)])
+    other = {**RESHARDING, **{kept: freed for freed, kept in RESHARDING.items()}}
+    if options.placement is not None:
+        between = options.placement.parameters if reshards else ()
+        return replace(options, placement=replace(options.placement, between=between))
     return replace(options, strategy=other.get(options.strategy, options.strategy))

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from composable_fsdp.comm.nodes import group_sizes
-from composable_fsdp.config import HYBRID, ShardingStrategy
+from composable_fsdp.comm.placements import Ways, placement_of
+from composable_fsdp.config import HYBRID
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import lay_out_again
@@ -36,12 +37,15 @@ def replan(
     hybrid strategy has no ``shard_world_size``.
     """
     ranks = plan.world_size if world_size is None else world_size
-    if shard_world_size is None:
-        shard_world_size = _shard_world_size(plan, ranks)
-    units = [
-        _replan_unit(unit, replace(unit.options, **changes), ranks, shard_world_size)
-        for unit in plan.units
-    ]
+    same_ranks = shard_world_size is None and ranks == plan.world_size
+    units = []
+    for unit in plan.units:
+        options = replace(unit.options, **changes)
+        ways = unit.ways
+        if not same_ranks or options.chosen != unit.options.chosen:
+            size = shard_world_size or _shard_world_size(plan, ranks)
+            ways = group_sizes(options.chosen, world_size=ranks, shard_world_size=size)
+        units.append(_replan_unit(unit, options, ways))
     # Padding depends on the ranks, and so do the sentences about it.
     notes = tuple(note for unit in units for note in padding_notes(unit))
     return ShardingPlan(tuple(units), ranks, notes)
@@ -50,11 +54,19 @@ def replan(
 def _shard_world_size(plan: ShardingPlan, ranks: int) -> int | None:
     """Return the size of the plan's shard groups; None for a group of all ranks."""
     for unit in plan.units:
-        strategy, size = unit.options.strategy, unit.shard_world_size
+        row = placement_of(unit.options.chosen)
         # NO_SHARD replicates over all ranks and says nothing about groups.
-        if strategy is ShardingStrategy.NO_SHARD:
+        if not row.states:
             continue
-        if unit.replicas > 1 or strategy in HYBRID:
+        if unit.options.placement is not None:
+            raise PlanError(
+                f"The plan has units of {unit.options.placement}, and does not know "
+                "the sizes of its dims. Pass shard_world_size."
+            )
+        # HFSDP divides states over all ranks, and parameters over a group.
+        is_grid = unit.options.strategy in HYBRID
+        size = unit.parameter_ranks if is_grid else unit.shard_world_size
+        if unit.replicas > 1 or is_grid:
             if ranks > size and ranks % size:
                 raise PlanError(
                     f"The plan has shard groups of {size} ranks, which do not divide "
@@ -66,20 +78,10 @@ def _shard_world_size(plan: ShardingPlan, ranks: int) -> int | None:
     return None
 
 
-def _replan_unit(
-    unit: UnitPlan, options: UnitOptions, ranks: int, shard_world_size: int | None
-) -> UnitPlan:
+def _replan_unit(unit: UnitPlan, options: UnitOptions, ways: Ways) -> UnitPlan:
     """Lay out the parameters of ``unit``, as ``planner._build`` does."""
-    sizes = group_sizes(
-        options.strategy, world_size=ranks, shard_world_size=shard_world_size
-    )
     # Equal units of the old and the new plan share their layouts.
-    if options == unit.options and sizes == (unit.shard_world_size, unit.replicas):
+    if options == unit.options and ways == unit.ways:
         return unit
-    return replace(
-        unit,
-        regions=lay_out_again(unit, options, sizes[0]),
-        options=options,
-        shard_world_size=sizes[0],
-        replicas=sizes[1],
-    )
+    regions = lay_out_again(unit, options, ways.shard_world_size)
+    return replace(unit, regions=regions, options=options, **ways._asdict())

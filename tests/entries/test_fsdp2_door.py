@@ -309,7 +309,6 @@ def test_options_of_memory_alone_are_taken_with_a_warning(ranks: RankCount) -> N
     """Fewer ranks to reshard to, columns, a backward without gather: equal numbers."""
     for texts in ranks(4).run(check_layout_options):
         for words in (
-            "reshard_after_forward=2 reshards to all 4 ranks",
             "another dim than 0 for 'weight' (Shard(dim=1))",
             "set_unshard_in_backward(False) is ignored",
         ):
