@@ -19,7 +19,7 @@ import argparse
 import io
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from datetime import date
 from importlib.util import find_spec
@@ -107,9 +107,11 @@ def _run_peaks(world_size: int, device: torch.device, steps: int) -> None:
     size = SIZES[device.type][-1]
     rows = []
     for name in ("fsdp1", "fsdp2", "ours"):
-        peaks = peaks_of(
-            lambda n=name: block_trainee(n, size, device).step, device, steps
-        )  # type: ignore[misc]  # lambda
+
+        def make(name: str = name) -> Callable[[], None]:
+            return block_trainee(name, size, device).step
+
+        peaks = peaks_of(make, device, steps)
         top = max(peaks.peaks)
         rows.append((name, f"{top / MIB:.1f}", f"{peaks.varies / MIB:.3f}"))
     table(

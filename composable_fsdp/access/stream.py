@@ -276,8 +276,8 @@ def _bucket(
                 continue
         pieces += [_Piece([e], e.offset, e.offset + prod(e.part), ranks) for e in each]
     names = tuple(name for entry in entries for name in entry.names)
-    sizes = [(piece.nbytes, piece.sent_nbytes) for piece in pieces]
-    return Bucket(names, *map(sum, zip(*sizes, strict=True)), pieces)
+    nbytes = sum(piece.nbytes for piece in pieces)
+    return Bucket(names, nbytes, sum(piece.sent_nbytes for piece in pieces), pieces)
 
 
 Sent = list[tuple[Operation | None, Tensor]]

@@ -20,7 +20,6 @@ from torch import Tensor, nn, optim
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import (
     ShardedGradScaler,
@@ -40,7 +39,7 @@ from composable_fsdp.features.audit import first_step, graphs, rules
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import PATHS, apply_units, backward
 from tests.support.sharded import message_of
-from tests.support.world import World, fake_world
+from tests.support.world import World
 
 Program = Callable[[nn.Module], object]
 PREFIX = "composable_fsdp: shard taken for the parameter: "
@@ -540,26 +539,6 @@ def test_compiled_functions_are_compiled_once(world: World) -> None:
         optimizer.zero_grad()
 
     assert len(made) == 1
-
-
-def test_a_block_compiled_in_the_first_step_is_recomputed_alike() -> None:
-    """Its graph is not broken by the audit, which autograd's thread does not have."""
-    x = torch.randn(4, 8, requires_grad=True)
-    block = nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8))
-    (expected,) = torch.autograd.grad(block(x).sum(), x)
-    torch._dynamo.reset()
-    with fake_world(2, 0), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's
-        loss = loss_of(build("composable"))
-        # As if this were the import: the audit is on while dynamo traces.
-        handler: Any = torch._dynamo.callback.callback_handler
-        with mock.patch.object(handler, "start_callbacks", []):
-            block.compile(backend="aot_eager_decomp_partition")
-            backward(checkpoint(block, x, use_reentrant=False).sum())
-
-    assert loss.requires_grad
-    assert x.grad is not None
-    assert torch.allclose(x.grad, expected)
 
 
 @pytest.mark.req("R-11")

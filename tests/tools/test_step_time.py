@@ -235,7 +235,7 @@ def test_a_compiler_keeps_what_is_between_products(run: Run, script: str) -> Non
         status, out, err = run("plan", *given, "--time", "h100", *more, "--json")
         assert (status, err) == (0, "")
         speeds.append(json.loads(out)["time"]["tokens_per_second"])
-    assert speeds[0] < speeds[1] < speeds[2]
+    assert speeds[0] < speeds[1] <= speeds[2]
     _, out, _ = run("plan", *given, "--time", "h200")
     assert "Estimated time of a step on h200, eager: " in out
     assert "at the speed of bfloat16" not in out
