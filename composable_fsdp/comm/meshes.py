@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Sequence
 from itertools import chain
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -62,9 +63,11 @@ def resolve_ranks(
     if device_mesh is not None:
         shard, replicate = _groups_of_mesh(device_mesh)
         kind = device_mesh.device_type
-        # Not as a tensor, which would be a fake one inside of a simulation.
-        ranks = device_mesh.mesh
-        members = tuple(ranks.reshape(-1).tolist())
+        # Numbers, made outside of modes: torch makes this tensor at each read, and a
+        # simulation refuses one that is not fake.
+        with torch._C._DisableTorchDispatch():
+            ranks = device_mesh.mesh
+            members = tuple(ranks.reshape(-1).tolist())
         mesh = device_mesh.mesh_dim_names or (), tuple(ranks.shape), members
     elif isinstance(process_group, (tuple, list)):
         shard, replicate = _pair(process_group)

@@ -62,7 +62,8 @@ def build_units(
             record_replaced(handle, given, target.parameters)
         if not handle.layout.on_meta:
             initial.mark(handle.layout)
-        stays = target.plan.stays_full
+        reshards = target.plan.reshards
+        stays = not reshards and target.plan.stays_full
         if stays:
             record_gathers(handle)
         first = state is root_state
@@ -76,7 +77,7 @@ def build_units(
             ranks=ranks,
             initial=initial,
             settings=UnitSettings(
-                None if target.plan.reshards else False,
+                None if reshards else False,
                 prefetches_forward=options.forward_prefetch,
                 reshard_after_backward=not stays,
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from composable_fsdp.comm.placements import name_of
 from composable_fsdp.config import Block
 from composable_fsdp.naming import listed, size_text
 from composable_fsdp.planning.unit_plan import UnitPlan
@@ -120,7 +121,7 @@ def _options(plan: Any) -> Report:
     # JSON has no dtypes and no objects.
     low = {name: getattr(mixed, name, None) for name in ("param_dtype", "reduce_dtype")}
     return {
-        "strategy": options.strategy.name,
+        "strategy": name_of(options.chosen),
         "dtypes": sorted(map(dtype_text, dtypes)),
         **{name: dtype and dtype_text(dtype) for name, dtype in low.items()},
         "cpu_offload": plan.units[0].is_offloaded,
