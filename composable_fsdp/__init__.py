@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         MixedPrecision,
         OptimStateDictConfig,
         OptimStateKeyType,
+        Placement,
         ShardedOptimStateDictConfig,
         ShardedStateDictConfig,
         ShardingStrategy,
@@ -102,8 +103,8 @@ _resolve, _ = _resolver(
             "BackwardPrefetch Block CPUOffload FullOptimStateDictConfig "
             "FullStateDictConfig LocalOptimStateDictConfig LocalStateDictConfig "
             "MixedPrecision OptimStateDictConfig OptimStateKeyType "
-            "ShardedOptimStateDictConfig ShardedStateDictConfig ShardingStrategy "
-            "StateDictConfig StateDictSettings StateDictType"
+            "Placement ShardedOptimStateDictConfig ShardedStateDictConfig "
+            "ShardingStrategy StateDictConfig StateDictSettings StateDictType"
         ),
         "doors.open_wrapped_params": "open_wrapped_params",
         "doors.wrapper": "FullyShardedDataParallel",
@@ -147,6 +148,7 @@ __all__ = [
     "ModuleWrapPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "Placement",
     "SaveOptions",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",

@@ -5,7 +5,7 @@ Names, fields and field order follow torch's FSDP1, whose users this package ser
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal
@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from composable_fsdp.errors import PlanError
 
 Report = Literal["warn", "error", "off"]
 """What a check does with what it finds."""
@@ -32,6 +34,13 @@ class ShardingStrategy(Enum):
     * ``HYBRID_SHARD``: FULL_SHARD within a shard group, replicated across groups.
     * ``_HYBRID_SHARD_ZERO2``: SHARD_GRAD_OP within a shard group, replicated across
       groups.
+    * ``ZERO1``: every rank holds full parameters; gradients are all-reduced; optimizer
+      states are sharded, and updated values are gathered after the step.
+    * ``ZERO2``: as ZERO1, with gradients that are sharded, too.
+    * ``HFSDP``: parameters are sharded within a group, gradients and optimizer states
+      over all ranks.
+
+    Each is a ``Placement`` with a name (``comm.placements.ROWS``).
 
     >>> model = fully_shard(nn.Linear(4, 4), strategy=ShardingStrategy.SHARD_GRAD_OP)
     """
@@ -42,6 +51,9 @@ class ShardingStrategy(Enum):
     HYBRID_SHARD = auto()
     # The leading underscore is FSDP1's.
     _HYBRID_SHARD_ZERO2 = auto()
+    ZERO1 = auto()
+    ZERO2 = auto()
+    HFSDP = auto()
 
 
 def require_bool(value: object, what: str) -> None:
@@ -50,8 +62,103 @@ def require_bool(value: object, what: str) -> None:
         raise TypeError(f"{what} expects True or False, got {value!r}.")
 
 
-HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-"""Strategies that shard within a group and replicate across groups."""
+HYBRID = (
+    ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy._HYBRID_SHARD_ZERO2,
+    ShardingStrategy.HFSDP,
+)
+"""Strategies that require a grid of ranks (replicate, shard)."""
+FULL_SHARD = ShardingStrategy.FULL_SHARD
+"""The default."""
+NO_SHARD = ShardingStrategy.NO_SHARD
+"""The strategy of ``replicate``."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Says over which dims of the mesh each of four things is divided.
+
+    Each is a tuple of names of mesh dims; with an empty tuple the thing is whole on
+    every rank. Each is divided over the dims of the previous one at least. ``"shard"``
+    and ``"replicate"`` always name the dims that shard and replicate, and ``"shard:2"``
+    the groups of 2 consecutive ranks in a dim.
+
+    Args:
+        parameters: parameters at rest. Default: whole.
+        between: parameters between forward and backward. Default: whole.
+        gradients: gradients after the reduction; each rank keeps the part whose values
+            the rank updates. Default: whole.
+        states: states of the optimizer, and the values that the optimizer updates,
+            which are the parameters that programs see between steps. Default: whole.
+
+    Raises: TypeError, for other values than tuples of names; PlanError, for a placement
+    with no legal step, with the reason.
+
+    >>> zero1 = Placement(states=("shard",))
+    >>> model = fully_shard(nn.Linear(4, 4), placement=zero1)
+    """
+
+    parameters: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if not isinstance(row, tuple) or not all(
+                isinstance(name, str) and name for name in row
+            ):
+                raise TypeError(
+                    "Placement expects tuples of names of mesh dims, such as "
+                    f"('shard',), got {row!r}."
+                )
+        for is_illegal, reason in ILLEGAL_PLACEMENTS:
+            if is_illegal(self):
+                raise PlanError(f"{self} is no placement: {reason}.")
+
+    @property
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """What is divided most first; a legal row has the dims of the one before."""
+        return self.between, self.parameters, self.gradients, self.states
+
+    def nests(self, at: int) -> bool:
+        """Return whether a row has the dims of the one before."""
+        before = {name.partition(":")[0] for name in self.rows[at - 1]}
+        return before <= set(self.rows[at])
+
+
+ILLEGAL_PLACEMENTS: tuple[tuple[Callable[[Placement], bool], str], ...] = (
+    (
+        lambda p: any(len(set(row)) < len(row) for row in p.rows),
+        "a dim divides a thing once",
+    ),
+    (
+        lambda p: any(":" in name for row in p.rows[1:] for name in row),
+        "only what lies between forward and backward is over a part of a dim",
+    ),
+    (
+        lambda p: not p.nests(1),
+        "parameters that are whole at rest over a dim would be divided over it between "
+        "forward and backward, and the memory at rest is there in any case",
+    ),
+    (
+        lambda p: not p.nests(2),
+        "a rank would hold gradients of parameters that it does not hold, which need "
+        "more memory than it saved",
+    ),
+    (
+        lambda p: not p.nests(3),
+        "the optimizer of a rank would update elements without their gradients",
+    ),
+    (
+        lambda p: (
+            bool(p.between) and set(p.between) != set(p.parameters) != set(p.states)
+        ),
+        "parameters would be kept in two pieces, one at rest and a larger one between "
+        "forward and backward; let between be empty, or equal parameters",
+    ),
+)
+"""Which placements are refused, and why; in this order."""
 
 
 class BackwardPrefetch(Enum):

@@ -77,7 +77,7 @@ def _set_all_reduce(state: _FSDPState, all_reduce: bool) -> None:
     """Set whether a reduction includes the all-reduce over the replicate group."""
     rule = state.handle.rule
     # Accumulation calls before each backward; without replicas nothing changes.
-    if rule.all_reduce != all_reduce and state.handle.groups.replicas > 1:
+    if rule.all_reduce != all_reduce and state.handle.groups.sum_ref is not None:
         note_change([state])
     rule.all_reduce = all_reduce
 
@@ -158,7 +158,7 @@ def set_all_reduce_hook(
             f"{type(hook).__name__}."
         )
     for state in units_of(module, "set_all_reduce_hook", recurse=False):
-        if stream is not None and state.handle.groups.replicas > 1:
+        if stream is not None and state.handle.groups.sum_ref is not None:
             raise CompositionError(
                 f"set_all_reduce_hook got a stream for unit {state.name}, which "
                 "all-reduces over replicas on a stream of its own. Leave stream out."
@@ -188,11 +188,11 @@ def set_separate_reduce_scatter_group(
     name = "set_separate_reduce_scatter_group"
     require_flag(name, enable)
     for state in changed_units(module, name, recurse=recurse):
-        shard, rule = state.handle.groups.shard, state.handle.rule
+        ref, rule = state.handle.groups.scatter_ref, state.handle.rule
         rule.group = None
         # A unit of a single rank sends nothing.
-        if enable and shard is not None:
-            group = twin_group(shard, "reductions")
+        if enable and ref is not None:
+            group = twin_group(ref.get(), "reductions")
             # The first forward records the groups of the units alone.
             record([group], agree=True)
             rule.group = GroupRef(group)
@@ -261,11 +261,13 @@ def register_comm_hook(
     units = units_of(module, "register_comm_hook", recurse=True)
     # Check all units before the first unit changes.
     for unit in units:
-        if unit.options.strategy in HYBRID:
+        plan = unit.handle.layout.plan
+        is_more = plan.gradient_ranks < plan.shard_world_size
+        if unit.options.strategy in HYBRID or is_more:
             raise CompositionError(
-                f"register_comm_hook was called with unit {unit.name} of strategy "
-                f"{unit.options.strategy.name}: a hook reduces over one group, and "
-                "hybrid units need two. Use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD."
+                f"register_comm_hook was called with unit {unit.name} of "
+                f"{unit.options.chosen}: a hook reduces over one group to this rank's "
+                "part. Use FULL_SHARD, SHARD_GRAD_OP, ZERO2 or NO_SHARD."
             )
         if unit.handle.rule.hook is not None:
             raise CompositionError(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from composable_fsdp.comm.operations import operation_log
-from composable_fsdp.config import ShardingStrategy
+from composable_fsdp.comm.placements import Choice, Ways
 from composable_fsdp.errors import PhaseError
 
 SIMULATED = "simulated"
@@ -59,11 +60,16 @@ class Groups:
         shard       divide the parameters; ``rank`` of ``shard_world_size``
         replicate   hold equal shards and average gradients; ``replicas`` in number
         experts     hold other experts, ``expert_ranks``; no exchange in a step
+        scatter     divide the reduced gradients; ``shard`` of most placements
+        sum         add up what they hold; ``replicate`` of most placements
+        kept        divide the pieces that stay when the full parameters are freed
+        spread      divide such a piece; hold its shards
     """
 
     __slots__ = (
-        *("can_average", "expert_ranks", "experts_ref", "has_peers", "names", "rank"),
-        *("replicas", "replicate_ref", "shard_ref", "shard_world_size"),
+        *("can_average", "expert_ranks", "experts_ref", "has_peers", "kept_ref"),
+        *("names", "rank", "reduced_shards", "replicas", "replicate_ref"),
+        *("scatter_ref", "shard_ref", "shard_world_size", "spread_ref", "sum_ref"),
     )
 
     def __init__(
@@ -71,6 +77,7 @@ class Groups:
         shard: dist.ProcessGroup | None,
         replicate: dist.ProcessGroup | None,
         experts: dist.ProcessGroup | None = None,
+        steps: Sequence[dist.ProcessGroup | None] | None = None,
     ) -> None:
         self.rank = shard.rank() if shard is not None else 0
         given = (shard, replicate, experts)
@@ -82,6 +89,16 @@ class Groups:
             for group, size in zip(given, sizes, strict=True)
         ]
         self.shard_ref, self.replicate_ref, self.experts_ref = refs
+        # Equal groups share a reference: the log of operations is one per group.
+        given_refs = dict(zip(given, refs, strict=True))
+        self.scatter_ref, self.sum_ref, self.kept_ref, self.spread_ref = [
+            given_refs[group] if group in given_refs else _ref(group)
+            for group in steps or (shard, replicate, None, None)
+        ]
+        ref = self.scatter_ref
+        ranks = 1 if ref is None else ref.get().size()
+        self.reduced_shards = self.shard_world_size // ranks
+        """Number of shards in what a rank gets of a reduction."""
         sending = [ref for ref in refs[:2] if ref is not None]
         self.can_average = all(ref.operations.is_nccl for ref in sending)
         """Whether collectives of GPU tensors can average; gloo can only sum."""
@@ -165,7 +182,7 @@ class RankLayout:
 
     __slots__ = (
         *("_experts", "_replicate", "_shard", "by_node", "device_type", "groups"),
-        *("is_nccl", "replicas", "shard_world_size"),
+        *("is_nccl", "mesh", "replicas", "shard_world_size", "ways"),
     )
 
     def __init__(
@@ -174,6 +191,7 @@ class RankLayout:
         replicate: dist.ProcessGroup | None,
         device_type: str | None,
         *,
+        mesh: tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]] | None = None,
         by_node: bool = False,
         experts: dist.ProcessGroup | None = None,
     ) -> None:
@@ -181,13 +199,17 @@ class RankLayout:
         self._replicate, self._experts = _ref(replicate), _ref(experts)
         self.device_type = device_type
         """Device type of the mesh, or ``None`` without a mesh."""
+        self.mesh = mesh
+        """Names of the dims of the mesh, if any, its shape, and its global ranks."""
         self.by_node = by_node
         """Whether the caller gave neither a group nor a mesh."""
         self.is_nccl = self._shard.operations.is_nccl
         self.shard_world_size = shard.size()
         self.replicas = replicate.size() if replicate is not None else 1
-        self.groups: dict[ShardingStrategy, Groups] = {}
-        """Groups by strategy, so that units with the same strategy share an object."""
+        self.ways: dict[Choice, Ways] = {}
+        """Numbers of ranks by placement, which each unit asks for."""
+        self.groups: dict[Choice, Groups] = {}
+        """Groups by placement, so that units with the same one share an object."""
 
     @property
     def shard(self) -> dist.ProcessGroup:

@@ -21,10 +21,12 @@ import weakref
 from collections.abc import Sequence
 from itertools import chain
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.comm.placements import REPLICATE_NAMES as REPLICATE
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.naming import quoted
 
@@ -32,8 +34,6 @@ MODEL_PARALLEL = frozenset({"tp", "ep", "pp", "tensor", "expert", "pipeline"})
 """Usual names of mesh dims whose ranks hold different parts of the model."""
 SHARD = ("shard", "fsdp", "dp", "data", "dp_shard", "cp", "context")
 """Names of mesh dims over which parameters are sharded."""
-REPLICATE = ("replicate", "dp_replicate", "ddp")
-"""Names of mesh dims over which parameters are replicated."""
 
 
 def require_process_group(api: str) -> None:
@@ -59,10 +59,16 @@ def resolve_ranks(
         raise PlanError(
             "Pass process_group or device_mesh, not both: each names the ranks."
         )
-    kind = None
+    kind = mesh = None
     if device_mesh is not None:
         shard, replicate = _groups_of_mesh(device_mesh)
         kind = device_mesh.device_type
+        # Numbers, made outside of modes: torch makes this tensor at each read, and a
+        # simulation refuses one that is not fake.
+        with torch._C._DisableTorchDispatch():
+            ranks = device_mesh.mesh
+            members = tuple(ranks.reshape(-1).tolist())
+        mesh = device_mesh.mesh_dim_names or (), tuple(ranks.shape), members
     elif isinstance(process_group, (tuple, list)):
         shard, replicate = _pair(process_group)
     else:
@@ -70,9 +76,9 @@ def resolve_ranks(
         shard, replicate = _member(group), None
     if expert_mesh is not None:
         experts = _expert_group(expert_mesh, shard, replicate)
-        return RankLayout(shard, replicate, kind, experts=experts)
+        return RankLayout(shard, replicate, kind, mesh=mesh, experts=experts)
     if replicate is not None or kind is not None:
-        return RankLayout(shard, replicate, kind)
+        return RankLayout(shard, replicate, kind, mesh=mesh)
     # Only the default group may be divided by node: the caller's own group is used as
     # given. Units of the same group share a layout, and so ``Groups`` objects.
     by_node = process_group is None

@@ -15,6 +15,9 @@ import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import lru_cache
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -22,12 +25,21 @@ import torch.distributed as dist
 # The functions of this module keep the default group of the first import as a default
 # argument for ever, whose threads now and then abort the process at its exit. Before
 # any group exists the default is None.
-import torch.distributed.nn.functional  # noqa: F401  # for its time of import
 from torch.distributed import distributed_c10d
 
 from composable_fsdp.comm.groups import PEERLESS, Groups, RankLayout
+from composable_fsdp.comm.placements import (
+    REPLICATE,
+    SHARD,
+    Choice,
+    Dims,
+    Grid,
+    Ways,
+    grid_of,
+    name_of,
+)
 from composable_fsdp.comm.store_names import AgreedName
-from composable_fsdp.config import HYBRID, ShardingStrategy
+from composable_fsdp.config import HYBRID
 from composable_fsdp.errors import PlanError
 
 TIMEOUT_VARIABLE = "COMPOSABLE_FSDP_CHECKPOINT_TIMEOUT"
@@ -76,92 +88,145 @@ def node_groups(
     )
 
 
+@lru_cache(maxsize=64)  # asked for each unit
 def group_sizes(
-    strategy: ShardingStrategy, *, world_size: int, shard_world_size: int | None = None
-) -> tuple[int, int]:
-    """Return the size of a unit's shard group and the number of replicas.
+    chosen: Choice, *, world_size: int, shard_world_size: int | None = None
+) -> Ways:
+    """Return the numbers of ranks of a unit on a grid (replicate, shard).
 
-    Returns: ``(shard_world_size, replicas)``; the product is ``world_size``.
     Raises: PlanError, if a hybrid strategy gets no ``shard_world_size``.
     """
-    if strategy is ShardingStrategy.NO_SHARD:
-        return 1, world_size
-    if shard_world_size is not None:
-        return shard_world_size, world_size // shard_world_size
-    if strategy in HYBRID:
+    if shard_world_size is None and chosen in HYBRID:
         # The number of nodes is unknown here, so the plan cannot choose the groups that
         # a hybrid strategy chooses by itself.
         raise PlanError(
-            f"A plan with {strategy.name} expects shard_world_size, the ranks that "
+            f"A plan with {name_of(chosen)} expects shard_world_size, the ranks that "
             "share the parameters. Pass the size of the mesh's shard dim, or of a node."
         )
-    return world_size, 1
+    size = shard_world_size or world_size
+    return grid_of({REPLICATE: world_size // size, SHARD: size}).ways(chosen)
 
 
-def sizes_for(ranks: RankLayout, strategy: ShardingStrategy) -> tuple[int, int]:
-    """Return the sizes of the shard group and the replicate group for ``strategy``.
+def _grid(ranks: RankLayout, chosen: Choice) -> tuple[Grid, Sequence[int] | None]:
+    """Return the grid of a unit, and its global ranks; None for a pair of groups.
 
-    Raises: PlanError, if the strategy is not possible on these ranks.
+    Raises: PlanError, if a hybrid strategy has no groups to replicate over.
     """
-    size = None
-    if strategy is ShardingStrategy.NO_SHARD:
-        group = _everyone(ranks)
-        if group is not None and group.size() != ranks.world_size:
-            raise PlanError(
-                "NO_SHARD averages over all ranks in one group; the two that were "
-                f"given hold {ranks.world_size} ranks together, the default group "
-                f"{group.size()}. Pass one group, or a 1-D mesh, of the "
-                f"{ranks.world_size} ranks."
-            )
-    elif ranks.replicate is not None:
-        size = ranks.shard_world_size
-    elif strategy in HYBRID:
-        if not ranks.by_node:
-            raise PlanError(
-                f"{strategy.name} expects a 2-D device_mesh (replicate, shard) or "
-                "a tuple (shard group, replicate group); got one group. Pass one "
-                "of the two, or neither to shard within a node."
-            )
-        size = node_size(ranks.world_size)
-    return group_sizes(strategy, world_size=ranks.world_size, shard_world_size=size)
+    if ranks.mesh is not None and (ranks.replicate or chosen not in HYBRID):
+        names, shape, members = ranks.mesh
+        names = names or (REPLICATE, SHARD)[-len(shape) :]
+        return grid_of(dict(zip(names, shape, strict=True))), members
+    if ranks.replicate is not None:
+        sizes = {REPLICATE: ranks.replicas, SHARD: ranks.shard_world_size}
+        return grid_of(sizes), None
+    given = dist.get_process_group_ranks(ranks.shard)
+    if chosen not in HYBRID:
+        return grid_of({SHARD: len(given)}), given
+    if not ranks.by_node:
+        raise PlanError(
+            f"{name_of(chosen)} expects a 2-D device_mesh (replicate, shard) or "
+            "a tuple (shard group, replicate group); got one group. Pass one "
+            "of the two, or neither to shard within a node."
+        )
+    size = node_size(len(given))
+    return grid_of({REPLICATE: len(given) // size, SHARD: size}), given
 
 
-def groups_for(ranks: RankLayout, strategy: ShardingStrategy) -> Groups:
-    """Return the groups of a unit with ``strategy``; units share equal groups.
+def sizes_for(ranks: RankLayout, chosen: Choice) -> Ways:
+    """Return the numbers of ranks of a unit.
 
-    ::
+    Raises: PlanError, if the placement is not possible on these ranks.
+    """
+    # Each unit asks: a single look-up, which hashes in Python.
+    known = ranks.ways.get(chosen)
+    if known is not None:
+        return known
+    grid, members = _grid(ranks, chosen)
+    dims, _ = grid.place(chosen)
+    if members is None:
+        for names in (dims.states, dims.others, *dims.steps):
+            _of_pair(ranks, names, grid, dims)
+    ways = grid.ways(chosen)
+    # Not kept: the environment says how large nodes are.
+    if not (ranks.by_node and chosen in HYBRID):
+        ranks.ways[chosen] = ways
+    return ways
 
-        given             NO_SHARD         FULL_SHARD,         hybrid strategies
-                                           SHARD_GRAD_OP
-        nothing           replicate (all)  shard (all)         shard within a node,
-                                                               replicate across nodes
-        a group           replicate        shard               PlanError
-        (shard,           replicate (all)  shard within the first, replicate over
-         replicate)                        the second
 
-    Collective: creates the groups of the nodes at the first call for a hybrid
-        strategy without given groups; all ranks of the default group must call.
+def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
+    """Return the groups of a unit; units with equal placements share them.
+
+    Collective: creates the groups that the caller has not given, at the first call for
+        a placement; all ranks must call. Groups of nodes: all ranks of the default
+        group.
     Raises: PlanError, as ``sizes_for``.
     """
-    if strategy not in ranks.groups:
-        sizes_for(ranks, strategy)
-        if ranks.replicate is None and strategy in HYBRID:
-            # Not cached: the groups of the nodes may be destroyed before the default
-            # group.
-            return Groups(*node_groups(ranks.world_size))
-        whole = strategy is ShardingStrategy.NO_SHARD
-        shard = None if whole else ranks.shard
-        copies = _everyone(ranks) if whole else ranks.replicate
-        ranks.groups[strategy] = Groups(shard, copies, ranks.experts)
-    return ranks.groups[strategy]
+    made = ranks.groups.get(chosen)
+    if made is not None:
+        return made
+    grid, members = _grid(ranks, chosen)
+    dims, sizes = grid.place(chosen)
+    by_node = ranks.by_node and chosen in HYBRID
+    given = node_groups(ranks.world_size) if by_node else (ranks.shard, ranks.replicate)
+    known = dict(zip((grid.roles[SHARD], grid.roles[REPLICATE]), given, strict=True))
+
+    def over(names: tuple[str, ...]) -> dist.ProcessGroup | None:
+        if prod(sizes[name] for name in names) == 1:
+            return None
+        if members is None:
+            return _of_pair(ranks, names, grid, dims)
+        if names in known and sizes == grid.sizes:
+            return known[names]
+        # The ranks that differ from this one in ``names`` alone, in this order.
+        strides, stride = {}, 1
+        for name in reversed(sizes):
+            strides[name], stride = stride, stride * sizes[name]
+        first = at = members.index(dist.get_rank())
+        for name in names:
+            first -= at // strides[name] % sizes[name] * strides[name]
+        steps = [range(0, sizes[name] * strides[name], strides[name]) for name in names]
+        row = tuple(members[first + sum(each)] for each in product(*steps))
+        return _group_of(row, ranks.shard)
+
+    steps = [over(names) for names in dims.steps]
+    groups = Groups(over(dims.states), over(dims.others), ranks.experts, steps)
+    # Not kept: the groups of the nodes may be destroyed before the default group.
+    if not by_node:
+        ranks.groups[chosen] = groups
+    return groups
 
 
-def _everyone(ranks: RankLayout) -> dist.ProcessGroup | None:
-    """Return a group of all ranks: shard, replicate, or the default group."""
+def _of_pair(
+    ranks: RankLayout, names: tuple[str, ...], grid: Grid, dims: Dims
+) -> dist.ProcessGroup | None:
+    """Return the group over ``names``, if a pair of groups tells its ranks."""
     shard, replicate = ranks.shard, ranks.replicate
-    if replicate is None or replicate.size() == 1:
-        return shard
-    return replicate if shard.size() == 1 else dist.group.WORLD
+    for role, group in ((SHARD, shard), (REPLICATE, replicate), ("", None)):
+        if names == grid.roles.get(role, ()):
+            return group
+    # All ranks; their order in the default group must not matter to the pieces.
+    assert replicate is not None
+    group = replicate if shard.size() == 1 else dist.group.WORLD
+    group = shard if replicate.size() == 1 else group
+    is_cut = dims.steps[2] or dims.gradients not in ((), dims.states)
+    if is_cut or group is None or group.size() != ranks.world_size:
+        raise PlanError(
+            "A placement over all ranks of two groups, as NO_SHARD, expects groups "
+            "that make up the default group, and that no part of the ranks divides "
+            f"other things; the two hold {ranks.world_size} ranks together. Pass a "
+            f"device_mesh, or one group or a 1-D mesh of the {ranks.world_size} ranks."
+        )
+    return group
+
+
+def _group_of(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the default group, or a group of this package, of the global ``ranks``."""
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    if ranks == tuple(range(everyone.size())):
+        return everyone
+    backend, seconds = dist.get_backend(like), group_timeout(like)
+    return _own_group(ranks, "placement", backend, seconds)
 
 
 def _group_among(parts: Sequence[range]) -> dist.ProcessGroup | None:

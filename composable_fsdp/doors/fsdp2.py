@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.access import manual
 from composable_fsdp.access.settings import set_reshard_after_forward
-from composable_fsdp.config import ShardingStrategy, StateDictType
+from composable_fsdp.config import Placement, ShardingStrategy, StateDictType
 from composable_fsdp.doors.fsdp2_module import FSDPModule, change_class
 from composable_fsdp.doors.fsdp2_policies import (
     DataParallelMeshDims,
@@ -85,9 +85,10 @@ def fully_shard(
         mesh: The ranks: a 1-D mesh shards, a 2-D mesh is (replicate, shard). Default
             None: all ranks; torch.distributed is initialized if need be.
         reshard_after_forward: True frees full parameters between forward and backward;
-            False keeps them. Default None: True, but False for the root. A number of
-            ranks above 1 means True, with a warning below the number of ranks that
-            shard; 1 means False.
+            False keeps them. Default None: True, but False for the root. With a number
+            of ranks, each group of so many consecutive ranks keeps the full parameters
+            between forward and backward, and backward gathers within the group; 1 means
+            False.
         shard_placement_fn: Called with each parameter; may return None or a ``Shard``.
             Every parameter is cut between its rows, so other dims than 0 are warned of,
             and change no value. Default None.
@@ -123,14 +124,14 @@ def fully_shard(
     # Needed before the unit finds its device, which changes nothing yet.
     device_type = device.type if device else mesh.device_type if mesh else "cpu"
     modules = _roots(module)
-    strategy, reshards = _reshards(reshard_after_forward, mesh)
+    chosen, reshards = _reshards(reshard_after_forward, mesh)
     # Every refusal comes before the first change.
     if shard_placement_fn is not None:
         _require_rows(modules, shard_placement_fn, ignored_params or set())
     own.fully_shard(
         module if isinstance(module, nn.Module) else modules,
         device_mesh=mesh,
-        strategy=strategy,
+        **chosen,
         mixed_precision=mixed_precision_of(mp_policy),
         cpu_offload=cpu_offload_of(offload_policy, device_type),
         ignored_states=ignored_params,
@@ -192,10 +193,10 @@ def _roots(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 def _reshards(
     given: object, mesh: DeviceMesh | None
-) -> tuple[ShardingStrategy, bool | None]:
-    """Return the strategy, and whether the unit reshards; None if its place decides."""
+) -> tuple[dict[str, Any], bool | None]:
+    """Return the placement, and whether the unit reshards; None: by its place."""
     if given is None:
-        return ShardingStrategy.FULL_SHARD, None
+        return {}, None
     if not isinstance(given, int):
         raise ValueError(
             "reshard_after_forward expects True, False, None or a number of ranks, "
@@ -210,23 +211,20 @@ def _reshards(
                 f"reshard_after_forward expects a divisor of the {ranks} ranks that "
                 f"shard, got {given}. Pass True or False."
             )
-        meaning = ""
+        if 1 < given < ranks:
+            over = ("shard",)
+            return {"placement": Placement(over, (f"shard:{given}",), over, over)}, True
         if given == 1:
-            meaning = "keeps full parameters, as False. Pass True to free them."
-        elif given < ranks:
-            # A shard over fewer ranks would be a second copy, and a second group.
-            meaning = (
-                f"reshards to all {ranks} ranks here, which backward gathers from. Pass"
-                " True to mean this, False to save the all-gather, or a 2-D mesh "
-                f"(replicate, shard) whose shard dim has {given} ranks."
+            warnings.warn(
+                "reshard_after_forward=1 keeps full parameters, as False. Pass True to "
+                "free them.",
+                stacklevel=3,
             )
-        if meaning:
-            warnings.warn(f"reshard_after_forward={given} {meaning}", stacklevel=3)
         # With a single rank both answers are right, and False sends less.
         given = given > 1
     if given:
-        return ShardingStrategy.FULL_SHARD, True
-    return ShardingStrategy.SHARD_GRAD_OP, False
+        return {}, True
+    return {"strategy": ShardingStrategy.SHARD_GRAD_OP}, False
 
 
 def _require_rows(

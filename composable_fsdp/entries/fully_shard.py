@@ -16,11 +16,13 @@ from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.contract import contract_after
 from composable_fsdp.config import (
+    FULL_SHARD,
     Arena,
     BackwardPrefetch,
     Block,
     CPUOffload,
     MixedPrecision,
+    Placement,
     Report,
     RowBlock,
     ShardingStrategy,
@@ -42,8 +44,8 @@ FSDP2_NAMES = {
     "mesh": "device_mesh",
     "dp_mesh_dims": "device_mesh, 1-D or (replicate, shard)",
     "reshard_after_forward": (
-        "strategy, ShardingStrategy.FULL_SHARD for True and SHARD_GRAD_OP for False; "
-        "a number of ranks has no equal"
+        "strategy, FULL_SHARD for True and SHARD_GRAD_OP for False; for a number n of "
+        "ranks a placement with between=('shard:n',)"
     ),
     "shard_placement_fn": "block (Block.ROW or Block.ELEMENT)",
     "mp_policy": "mixed_precision",
@@ -171,7 +173,8 @@ def fully_shard(
     device_mesh: DeviceMesh | None = None,
     expert_mesh: DeviceMesh | None = None,
     policy: AnyPolicy | None = None,
-    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    strategy: ShardingStrategy = FULL_SHARD,
+    placement: Placement | None = None,
     mixed_precision: MixedPrecision | None = None,
     cpu_offload: CPUOffload | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
@@ -217,11 +220,14 @@ def fully_shard(
             a function ``(module, recurse, nonwrapped_numel) -> bool``, or a function
             that returns ``{module: options}``. The policy does not enter units made by
             earlier calls. Default None: only ``module`` becomes a unit.
-        strategy: FULL_SHARD (default), SHARD_GRAD_OP, NO_SHARD, or a hybrid strategy. A
+        strategy: FULL_SHARD (default), SHARD_GRAD_OP, NO_SHARD, ZERO1, ZERO2, or a
+            hybrid strategy (HYBRID_SHARD, HFSDP). A
             hybrid strategy requires a pair of groups, a 2-D mesh, or neither argument.
             With a pair or a 2-D mesh, FULL_SHARD and SHARD_GRAD_OP are hybrid, too: the
             groups decide which ranks share parameters, the strategy decides when
             parameters are sharded.
+        placement: The dims of the mesh over which parameters, gradients and states are
+            divided, instead of a strategy. Default None: those of ``strategy``.
         mixed_precision: A ``MixedPrecision`` with the dtypes of compute, reduction,
             buffers, inputs and outputs. Default None: every tensor keeps its dtype.
         cpu_offload: With ``CPUOffload(offload_params=True)`` sharded parameters and
@@ -295,6 +301,7 @@ def fully_shard(
     # arguments apply to the whole call.
     options = UnitOptions(
         strategy=strategy,
+        placement=placement,
         block=block,
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,

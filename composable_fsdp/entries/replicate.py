@@ -18,7 +18,7 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.compose.contract import contract
 from composable_fsdp.compose.registry import REPLICATE
-from composable_fsdp.config import Report, ShardingStrategy, TiedParams
+from composable_fsdp.config import NO_SHARD, Report, TiedParams
 from composable_fsdp.entries.apply import apply, prepare
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat import part_guards
@@ -94,7 +94,7 @@ def replicate(
     # NO_SHARD: the shard is the full parameter, and gradients are all-reduced.
     application = prepare(
         UnitOptions(
-            strategy=ShardingStrategy.NO_SHARD,
+            strategy=NO_SHARD,
             limit_all_gathers=limit_all_gathers,
             check_weights=check_weights,
         ),
@@ -168,7 +168,9 @@ def _joins(handle: FlatParamHandle, group: dist.ProcessGroup) -> bool:
         return False
     # An average over both groups is right only if each replicate group meets each shard
     # group in exactly one rank.
-    if groups.replicate is not None or len(covered & ranks) > 1:
+    # Sums over further ranks follow the shards of the plain placements alone.
+    is_plain = groups.scatter_ref is groups.shard_ref and groups.kept_ref is None
+    if not is_plain or groups.replicate is not None or len(covered & ranks) > 1:
         raise CompositionError(
             f"replicate over ranks {sorted(ranks)} meets fully sharded module "
             f"{quoted(handle.layout.plan.fqn)} over ranks {sorted(covered)}: the two "

@@ -6,6 +6,7 @@ import logging
 
 import torch.distributed as dist
 
+from composable_fsdp.comm.placements import name_of
 from composable_fsdp.naming import size_text
 from composable_fsdp.tree.state import RuntimeContext, root_of
 
@@ -27,7 +28,7 @@ def log_units(context: RuntimeContext) -> None:
     plan = plan_of_units((state.fqn, state) for state in root._root_states)
     peak = plan.peak(device_type=root.device.type)
     # The units of one tree may have several strategies; a dict keeps their order.
-    strategies = {unit.options.strategy.name: None for unit in plan.units}
+    strategies = {name_of(unit.options.chosen): None for unit in plan.units}
     LOGGER.log(
         level,
         "%d unit%s, %s parameters over %d rank%s (%s), per rank: parameters %s, "

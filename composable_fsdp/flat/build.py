@@ -22,6 +22,7 @@ from composable_fsdp.flat.build_region import (
     fills_of,
     full_leaves,
     make_full,
+    make_pieces,
 )
 from composable_fsdp.flat.handle import (
     FlatParamHandle,
@@ -278,15 +279,22 @@ def make_form(
             for wire, full in zip(wires, fulls, strict=True)
         ]
     leaves = [r.full.leaves for r in layout.regions]
+    unit, pieces = layout.plan, None
+    if unit.piece_ranks and gathering and not layout.on_meta:
+        pieces = make_pieces(gathering, unit.piece_ranks, at_rest=unit.has_rest)
     return FullForm(
         full_precision,
         _placed(layout.regions, layout.places, leaves),
         (outputs, inputs),
         fulls,
-        tuple([pair for r in gathering for pair in fills_of(r)]),
+        # Where pieces are at rest, the shards are copied into these.
+        ()
+        if pieces is not None and pieces.at_rest
+        else tuple([pair for r in gathering for pair in fills_of(r)]),
         bool(gathering),
         unreadable,
         wired=any(wires),
+        pieces=pieces,
     )
 
 
@@ -308,7 +316,12 @@ def set_divisions(handle: FlatParamHandle) -> None:
         and handle.groups.can_average
         and not rule.force_sum
     )
+    shards = handle.groups.reduced_shards
     for region in handle.layout.trainable:
+        if shards > 1:
+            at, size = region.rank % shards, region.layout.shard_numel
+            region.reduce.shards = shards
+            region.reduce.own = slice(at * size, (at + 1) * size)
         dtype = region.reduce.buffer.dtype
         region.reduce.division = division(rule, dtype, ranks=ranks, can_average=average)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import new_shard, shard_views, show_on_leaves
 from composable_fsdp.flat.param_form import NO_FORMS, Forms, plain_leaves
+from composable_fsdp.flat.pieces import Pieces
 from composable_fsdp.flat.region import (
     FlatParameter,
     FullBuffer,
@@ -227,11 +228,45 @@ def _own_parts(
 def fills_of(region: FlatParameter) -> list[tuple[Tensor, Tensor]]:
     """Return pairs of a part of ``full`` and of the shard, with the same elements."""
     full = region.full
-    if full.own_parts:
-        # A copy per parameter, because each has strides of its own.
-        views, _ = shard_views(region.cuts, region.shard)
-        return list(zip(full.own_parts, views, strict=True))
-    return [] if full.own_slice is None else [(full.own_slice, region.shard)]
+    if full.own_slice is None:
+        return []
+    return fills_into(region, full.own_slice, full.own_parts)
+
+
+def fills_into(
+    region: FlatParameter, own: Tensor, parts: tuple[Tensor, ...] | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """Return such pairs for a buffer of which ``own`` is this rank's slice."""
+    if parts is None:
+        parts = _own_parts(region.layout, own, region.rank)
+    if not parts:
+        return [(own, region.shard)]
+    # A copy per parameter, because each has strides of its own.
+    views, _ = shard_views(region.cuts, region.shard)
+    return list(zip(parts, views, strict=True))
+
+
+def make_pieces(
+    regions: Sequence[FlatParameter], ranks: int, *, at_rest: bool
+) -> Pieces:
+    """Return pieces over ``ranks`` ranks of the full buffers of ``regions``."""
+    made = Pieces(at_rest, [], [], [], ())
+    for region in regions:
+        shards, numel = region.layout.world_size // ranks, region.layout.shard_numel
+        # The buffers outlive an inference mode of the caller.
+        buffer = memory.new_buffer(
+            shards * numel, region.full.buffer.dtype, region.device
+        )
+        number, own = divmod(region.rank, shards)
+        made.buffers.append(buffer)
+        made.starts.append(number * buffer.numel())
+        made.inputs.append(region.shard)
+        if region.full.own_slice is not None:
+            with memory.outside_inference():
+                made.inputs[-1] = buffer[own * numel : (own + 1) * numel]
+                made.fills += tuple(fills_into(region, made.inputs[-1]))
+        memory.free(buffer)
+    return made
 
 
 def full_leaves(

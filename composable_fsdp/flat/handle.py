@@ -21,6 +21,7 @@ from composable_fsdp.comm.device import Waitable, make_events
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.flat.memory import FullMemory
 from composable_fsdp.flat.param_form import Forms
+from composable_fsdp.flat.pieces import Pieces
 from composable_fsdp.flat.reduce_rule import ReduceRule
 from composable_fsdp.flat.region import FlatParameter, FullBuffer, TrainableRegion
 from composable_fsdp.flat.use_order import NO_LOGS
@@ -73,6 +74,8 @@ class FullForm:
     """The full buffer of each region, once the unit has two forms."""
     slot: FullMemory | None = None
     """Where the full leaves lie, if not in storages of their own."""
+    pieces: Pieces | None = None
+    """What is kept of the full buffers while these are freed, if anything."""
 
 
 @dataclass(slots=True)

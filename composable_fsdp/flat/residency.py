@@ -152,6 +152,8 @@ def free_full(handle: FlatParamHandle) -> None:
     """Free the memory of every ``full``."""
     if SHARDED not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, SHARDED)
+    if handle.form.pieces is not None:
+        handle.form.pieces.before_free(handle.form.fulls)
     # The sharded leaves are registered already: a kernel that reads a freed leaf
     # crashes.
     if handle.form.readable is not None:  # ``make_unreadable``, inlined

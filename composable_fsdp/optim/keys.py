@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from composable_fsdp.config import OptimStateKeyType, ShardingStrategy
+from composable_fsdp.comm.placements import placement_of
+from composable_fsdp.config import OptimStateKeyType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import strip_wrapper, takes_optimizer
 from composable_fsdp.optim.names import Group, Named, Table, groups_of, name_parameters
@@ -143,7 +144,7 @@ def _require_same_names(
         if named.fqn not in theirs
         and not partial
         and named.handle is not None
-        and named.handle.layout.plan.options.strategy is not ShardingStrategy.NO_SHARD
+        and placement_of(named.handle.layout.plan.options.chosen).states
     )
     extra = sorted((theirs | set(saved["state"])) - {named.fqn for named in members})
     handles = [named.handle for named in members if named.handle is not None]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from composable_fsdp.comm.placements import Choice, Ways
 from composable_fsdp.compose.registry import (
     API,
     REGISTRY_KEY,
@@ -22,7 +23,7 @@ from composable_fsdp.compose.registry import (
     incompatible_api,
     other_apis,
 )
-from composable_fsdp.config import ShardingStrategy, TiedParams
+from composable_fsdp.config import TiedParams
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning import walk
@@ -47,8 +48,8 @@ class PlanRequest(NamedTuple):
     options: UnitOptions
     """The options of the root; a policy overrides options per unit."""
     world_size: int
-    sizes: Callable[[ShardingStrategy], tuple[int, int]] | None = None
-    """From a strategy to (ranks per shard group, replicas); None: one shard group."""
+    sizes: Callable[[Choice], Ways] | None = None
+    """From a placement to numbers of ranks; None: one shard group."""
     api: str = API
     policy: Callable[..., Mapping[nn.Module, Mapping[str, Any]]] | None = None
     """Returns the units below the root: ``evaluate_policy`` of the caller's policy."""

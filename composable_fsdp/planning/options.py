@@ -11,13 +11,16 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args
 import torch
 from torch import nn
 
+from composable_fsdp.comm.placements import Choice, placement_of
 from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.config import (
+    FULL_SHARD,
     Arena,
     BackwardPrefetch,
     Block,
     CPUOffload,
     MixedPrecision,
+    Placement,
     Report,
     RowBlock,
     ShardingStrategy,
@@ -66,7 +69,8 @@ class UnitOptions:
     ``check_weights``.
     """
 
-    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    strategy: ShardingStrategy = FULL_SHARD
+    placement: Placement | None = None
     block: Block | RowBlock = Block.ROW
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     forward_prefetch: bool = False
@@ -109,6 +113,8 @@ class UnitOptions:
         for flag, value in flags:
             if type(value) is not bool:
                 require_bool(value, flag)
+        if self.placement is not None:
+            self._require_placement(self.placement)
         if self.wire is not None:
             self._require_wire(self.wire)
         if self.arena is not None:
@@ -158,6 +164,23 @@ class UnitOptions:
             strides,
         )
 
+    @property
+    def chosen(self) -> Choice:
+        """The strategy, or the caller's own placement."""
+        return self.placement or self.strategy
+
+    def _require_placement(self, placement: object) -> None:
+        """Raise TypeError or PlanError, if ``placement`` is none for this unit."""
+        if not isinstance(placement, Placement):
+            raise TypeError(
+                f"placement expects None or a Placement, got {placement!r}."
+            )
+        if self.strategy is not FULL_SHARD:
+            raise PlanError(
+                f"Pass strategy={self.strategy.name} or {placement}, not both: a "
+                "strategy is a placement with a name."
+            )
+
     def _require_wire(self, wire: object) -> None:
         """Raise TypeError or PlanError, if ``wire`` is no format for this unit."""
         if not isinstance(wire, WireFormat):
@@ -187,10 +210,7 @@ class UnitOptions:
     @property
     def reshard_after_forward(self) -> bool:
         """Whether full parameters are freed between forward and backward."""
-        return self.strategy in (
-            ShardingStrategy.FULL_SHARD,
-            ShardingStrategy.HYBRID_SHARD,
-        )
+        return bool(placement_of(self.chosen).between)
 
     def dtypes(self, dtype: torch.dtype) -> Dtypes:
         """Return the dtypes of a region whose parameters have ``dtype``."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from composable_fsdp.comm.nodes import group_sizes
-from composable_fsdp.config import ShardingStrategy
+from composable_fsdp.comm.placements import Choice, Ways
 from composable_fsdp.naming import join_name
 from composable_fsdp.planning.assign import Occurrence, PlanRequest, Unit, assign_units
 from composable_fsdp.planning.checks import group_of
@@ -24,7 +24,12 @@ from composable_fsdp.planning.dtensors import local_of, whole_of
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.partition import plan_regions
-from composable_fsdp.planning.unit_plan import Place, UnitPlan, padding_notes
+from composable_fsdp.planning.unit_plan import (
+    Place,
+    UnitPlan,
+    padding_notes,
+    require_plain_memory,
+)
 
 
 class Target(NamedTuple):
@@ -86,7 +91,7 @@ and the other arguments of ``UnitOptions.spec``."""
 def _target(
     index: int,
     unit: Unit,
-    sizes: Callable[[ShardingStrategy], tuple[int, int]],
+    sizes: Callable[[Choice], Ways],
     notes: list[str],
     *,
     has_others: bool,
@@ -123,7 +128,7 @@ def _target(
         type(unit.modules[0]).__name__,
         unit.options,
         tuple([known for known, _ in facts]),
-        sizes(unit.options.strategy),
+        sizes(unit.options.chosen),
     )
     notes.extend(build.notes)
     return Target(
@@ -154,14 +159,15 @@ def _build(
     class_name: str,
     options: UnitOptions,
     parameters: tuple[_Known, ...],
-    sizes: tuple[int, int],
+    sizes: Ways,
 ) -> _Build:
     """Plan a unit; equal arguments, as of equal blocks, return the same object."""
     regions = plan_regions(
         [options.spec(names, *facts) for names, _, *facts in parameters],
-        world_size=sizes[0],
+        world_size=sizes.shard_world_size,
     )
     plan = UnitPlan(fqn, class_name, regions, options, *sizes)
+    require_plain_memory(plan)
     # Regions sort their slots; ``order`` maps the slots back to the walk's order.
     order = tuple([region.indices for region in regions])
     places = [

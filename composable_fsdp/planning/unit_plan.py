@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
+from composable_fsdp.comm.placements import Ways
+from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
 from composable_fsdp.planning.options import Dtypes, UnitOptions
@@ -32,6 +35,9 @@ class UnitPlan:
         options: the options of the unit.
         shard_world_size: number of ranks in the shard group.
         replicas: number of ranks in the replicate group.
+        parameter_ranks: number of ranks over which parameters at rest are divided.
+        between_ranks: the same between forward and backward.
+        gradient_ranks: the same of reduced gradients.
         int8_gradients: whether ``int8_all_to_all_hook`` reduces gradients. Default
             False.
     """
@@ -42,6 +48,9 @@ class UnitPlan:
     options: UnitOptions
     shard_world_size: int
     replicas: int
+    parameter_ranks: int
+    between_ranks: int
+    gradient_ranks: int
     int8_gradients: bool = False
 
     @property
@@ -53,6 +62,50 @@ class UnitPlan:
     def gradient_bytes(self) -> int:
         """Bytes of sharded gradients per rank, padding included."""
         return sum(r.shard_numel * d.gradient.itemsize for r, d in self.reduced)
+
+    @property
+    def ways(self) -> Ways:
+        """The numbers of ranks over which the unit divides."""
+        return Ways(*attrgetter(*Ways._fields)(self))
+
+    @property
+    def stays_full(self) -> bool:
+        """Whether full parameters stay from step to step, beside sharded states."""
+        return self.parameter_ranks == 1 < self.shard_world_size
+
+    @property
+    def reshards(self) -> bool:
+        """Whether full parameters are freed between forward and backward."""
+        if self.shard_world_size > 1:
+            return self.between_ranks > 1
+        return self.options.reshard_after_forward
+
+    @property
+    def piece_ranks(self) -> int:
+        """Number of pieces of the full parameters that are kept; 0 if none are.
+
+        A rank's piece is coarser than its shard: at rest (``has_rest``), or else
+        between forward and backward.
+        """
+        rest, between = self.parameter_ranks, self.between_ranks
+        if 1 < rest < self.shard_world_size:
+            return rest
+        return between if 1 < between < rest else 0
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether parameters at rest are pieces of several shards."""
+        return 1 < self.parameter_ranks < self.shard_world_size
+
+    @property
+    def sum_ranks(self) -> int:
+        """Number of ranks that add up their reduced gradients by an all-reduce."""
+        return self.shard_world_size * self.replicas // self.gradient_ranks
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of the pieces of the full parameters that a rank keeps, if any."""
+        return self.full_bytes // self.piece_ranks if self.piece_ranks else 0
 
     @property
     def is_offloaded(self) -> bool:
@@ -130,6 +183,21 @@ class UnitPlan:
     def is_trainable(self) -> bool:
         """Whether the unit has a trainable parameter with at least one element."""
         return any(r.trainable and r.numel for r in self.regions)
+
+
+def require_plain_memory(unit: UnitPlan) -> None:
+    """Raise PlanError if an option excludes the pieces that the placement keeps."""
+    for option, excludes in (
+        ("wire", unit.piece_ranks),
+        ("arena", unit.piece_ranks or unit.stays_full),
+    ):
+        if excludes and getattr(unit.options, option) is not None:
+            raise PlanError(
+                f"{option}={getattr(unit.options, option)} expects full parameters "
+                f"that are gathered whole and freed whole, and {unit.options.chosen} "
+                f"of unit {unit.fqn or ROOT_NAME} keeps a part of them. Leave "
+                f"{option} out."
+            )
 
 
 def padding_notes(unit: UnitPlan) -> list[str]:

@@ -192,7 +192,13 @@ def require_current_full_params(handle: FlatParamHandle) -> bool:
     # ``shards_are_unchanged`` requires that the modules show the sharded parameters.
     if shown:
         residency.use_sharded(handle)
+    if handle.layout.plan.stays_full and not torch.is_grad_enabled():
+        # A write that no version shows may come before a forward without a graph, such
+        # as averaged weights swapped in through ``.data``.
+        return False
     if handle.writes.gathered_at != unshard.shard_versions(handle):
+        if handle.layout.plan.stays_full:
+            return False
         raise PhaseError(
             f"The shards of fully sharded module {handle.name} were written to while "
             "its full parameters were kept (an optimizer step, most likely), so the "
@@ -315,6 +321,9 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
     # read.
     offload.synchronize_copy_stream(context)
     handle = state.handle
+    for form in (handle.form, handle.other_form):
+        if form is not None and form.pieces is not None:
+            form.pieces.filled_at = ()  # the caller may write shards
     if handle.residency is not UNSHARDED and handle.residency is not COPIES_SHOWN:
         # The unit is kept full for backward, and the user has assigned ``p.data``.
         if handle.residency is not SHARDED and not shards_are_unchanged(handle):

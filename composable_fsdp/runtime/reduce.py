@@ -122,7 +122,7 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     # Missing gradients count as zeros. The padding is zeroed, too, because the buffer
     # is uninitialized memory.
     zero_missing(handle)
-    final = handle.rule.all_reduce or handle.groups.replicas == 1
+    final = handle.rule.all_reduce or handle.groups.sum_ref is None
     arrived = arrived_flags(handle)
     log, use = handle.logs.reduce, (handle, handle.layout.structure, arrived)
     try:
@@ -167,7 +167,7 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
     for stream in users:
         streams.reduce.wait_stream(stream)
     groups, by_hook = handle.groups, handle.rule.hook is not None
-    shard, replicas = handle.rule.group or groups.shard_ref, groups.replicate_ref
+    shard, replicas = handle.rule.group or groups.scatter_ref, groups.sum_ref
     handle.reduction.replicates = bool(
         reduction.final and shard and replicas and not by_hook
     )
@@ -231,8 +231,8 @@ def finish_reduction(
                 work.wait()
             if (
                 reduction.final
-                and handle.groups.replicas > 1
-                and handle.groups.shard_world_size > 1
+                and handle.groups.sum_ref is not None
+                and handle.groups.scatter_ref is not None
                 and handle.rule.hook is None
             ):
                 replicate(handle)
@@ -362,11 +362,13 @@ def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
         reduce = region.reduce
         dtype = reduce.buffer.dtype
         direct = whole and dtype == region.gradient.dtype and not region.offload
+        # Not if the output holds shards of other ranks, too: ``.grad`` would keep them.
+        direct = direct and reduce.own is None
         reduce.has_tensor_hooks = any(map(tensor_hooks_of, region.leaves))
         reduce.temporary = None
         if not (direct and are_cleared(region.graded)):
             reduce.temporary = memory.new_buffer(
-                region.layout.shard_numel, dtype, region.device
+                reduce.shards * region.layout.shard_numel, dtype, region.device
             )
 
 
@@ -385,7 +387,7 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
         targets = list(map(reduce_target, regions))
         if before != 1:
             torch._foreach_div_(buffers, before)
-        ref, work = rule.group or groups.shard_ref, None
+        ref, work = rule.group or groups.scatter_ref, None
         if ref is None:
             torch._foreach_copy_(targets, buffers)
             if final:
@@ -411,7 +413,7 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
             )
             # On CPU the reduce-scatter is asynchronous, so ``replicate`` adds. On CUDA
             # the sums belong to this stream, which must be the last to read them.
-            if final and not async_op and groups.replicas > 1:
+            if final and not async_op and groups.sum_ref is not None:
                 for region in regions:
                     add_partial_sums(region)
         if work is not None:
@@ -430,6 +432,8 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
         target = reduce.temporary  # ``reduce_target``, inlined
         if target is None:
             target = region.gradient.shard
+        elif reduce.own is not None:
+            reduce.temporary = target = target[reduce.own]
         assert target is not None
         if handle.rule.after_sum is not None:
             handle.rule.after_sum(target)

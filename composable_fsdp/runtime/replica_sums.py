@@ -35,7 +35,7 @@ def all_reduce_over_replicas(
     handle: FlatParamHandle, regions: Sequence[TrainableRegion], *, async_op: bool
 ) -> Operation | None:
     """Issue the all-reduce of regions with the same reduce dtype over the replicas."""
-    ref = handle.groups.replicate_ref
+    ref = handle.groups.sum_ref
     if ref is None:
         return None
     for region in regions:

@@ -25,6 +25,8 @@ A prefetch reads the next unit from a record that is equal on all ranks.
 
 from __future__ import annotations
 
+import torch
+
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable, copy_async
 from composable_fsdp.comm.operations import Operation
@@ -32,6 +34,7 @@ from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.gradients import copy_waiting_views
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.memory import allocate
 from composable_fsdp.flat.residency import (
     COPIES_SHOWN,
     FREE_PENDING,
@@ -41,6 +44,7 @@ from composable_fsdp.flat.residency import (
     UNSHARDED,
     make_unreadable,
 )
+from composable_fsdp.phases import BACKWARD_PRE
 from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
 from composable_fsdp.runtime.reduce import finish_reduction, free_behind_reduction
 from composable_fsdp.runtime.wires import decoding, encode_shards, free_encoded
@@ -76,19 +80,23 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         if context.reducing is not None and context.tasks:
             finish_reduction(context, ahead_of=handle)
         residency.allocate_full(handle)
-        handle.ready = _gather(handle, async_op=True)
+        handle.ready = _gather(context, handle, async_op=True)
     else:
         _unshard_on_stream(context, context.streams, handle)
 
 
-def _gather(handle: FlatParamHandle, *, async_op: bool) -> Waitable | None:
+def _gather(
+    context: RuntimeContext, handle: FlatParamHandle, *, async_op: bool
+) -> Waitable | None:
     """Copy cast or offloaded shards into their slices of ``full``, then all-gather."""
     full, shards = handle.form.gather_lists
+    work, ref = None, handle.groups.shard_ref
+    if handle.form.pieces is not None and _fill_pieces(context, handle):
+        shards, ref = handle.form.pieces.buffers, handle.groups.kept_ref
     if handle.form.wired:
         encode_shards(handle)
     for own_slice, shard in handle.form.fills:
         copy_async(own_slice, shard)
-    work, ref = None, handle.groups.shard_ref
     if ref is not None:
         group = ref.ref() or ref.get()  # ``get`` raises if the group was destroyed
         # An object of the user stands in through the door of FSDP2.
@@ -105,6 +113,43 @@ def _gather(handle: FlatParamHandle, *, async_op: bool) -> Waitable | None:
     return decoding(handle, work) if handle.form.wired else work
 
 
+def _fill_pieces(context: RuntimeContext, handle: FlatParamHandle) -> bool:
+    """Return whether the full buffers are gathered from pieces, which are then filled.
+
+    Collective: an all-gather of pieces at rest, unless they are filled.
+    """
+    pieces, now = handle.form.pieces, shard_versions(handle)
+    assert pieces is not None
+    pieces.gathered_at = now
+    # A forward without a graph may follow a write that no version shows (averaged
+    # weights, swapped in through ``.data``): it gathers, and leaves the pieces unused.
+    trains = torch.is_grad_enabled() and context.outermost is not None
+    usable = bool(context.tasks) or (pieces.at_rest and trains)
+    if usable and pieces.filled_at == now:
+        return True
+    if not pieces.at_rest:
+        return False
+    ref = handle.groups.spread_ref
+    assert ref is not None
+    for buffer in pieces.buffers:
+        allocate(buffer)
+    for own, shard in pieces.fills:
+        copy_async(own, shard)
+    operation = Operation(
+        ref.operations, "all_gather", handle.full_fqn, handle.phase, pieces.buffers[0]
+    )
+    try:
+        # The host waits on CPU: the next all-gather reads the pieces.
+        collectives.all_gather_flat(
+            pieces.buffers, pieces.inputs, ref.get(), operation=operation
+        )
+    except BaseException:
+        pieces.leave()
+        raise
+    pieces.filled_at = now if trains else ()
+    return True
+
+
 def _unshard_on_stream(
     context: RuntimeContext, streams: Streams, handle: FlatParamHandle
 ) -> None:
@@ -119,9 +164,11 @@ def _unshard_on_stream(
             context.retiring.remove(handle)
             residency.gather_again(handle)
             handle.events.free.wait()
+            if handle.form.pieces is not None:
+                handle.form.pieces.before_free(handle.form.fulls)
         else:
             residency.allocate_full(handle)
-        _gather(handle, async_op=False)
+        _gather(context, handle, async_op=False)
         handle.events.gather.record(streams.gather)
         if (ref := handle.groups.shard_ref) is not None:
             ref.operations.marks[handle.events.gather.event] = ref.operations.number
@@ -205,6 +252,9 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if not handle.form.needs_gather:
         residency.drop_full(handle)
         return
+    if handle.form.pieces is not None:
+        awaited = handle.phase is BACKWARD_PRE and not context.tasks
+        handle.form.pieces.is_awaited = awaited
     if context.streams.host_waits:
         residency.free_full(handle)
     else:

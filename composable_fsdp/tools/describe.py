@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
+from composable_fsdp.comm.placements import name_of
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import join_name, printable, size_text
 from composable_fsdp.planning import walk
@@ -88,7 +89,7 @@ class DescribedUnit:
             "replicas": plan.replicas,
             "bytes_per_rank": plan.parameter_bytes,
             "regions": regions,
-            "strategy": plan.options.strategy.name,
+            "strategy": name_of(plan.options.chosen),
             "device": self.device,
             "offloaded": plan.is_offloaded,
         }
@@ -105,7 +106,7 @@ class DescribedUnit:
             f"{self.state} over {counted(len(self.ranks), 'rank')}{replicas}",
             f"other experts on ranks {list(self.experts)}" if self.experts else "",
             f"{size_text(plan.parameter_bytes)} per rank",
-            plan.options.strategy.name,
+            name_of(plan.options.chosen),
             self.device,
             "shards on the host" if plan.is_offloaded else "",
         ]

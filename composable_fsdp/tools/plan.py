@@ -12,15 +12,18 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 
 from composable_fsdp.comm.nodes import group_sizes
+from composable_fsdp.comm.placements import RESHARDING, Ways, placement_of
 from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.registry import API, get_state
 from composable_fsdp.config import (
+    FULL_SHARD,
     HYBRID,
     Arena,
     BackwardPrefetch,
     Block,
     CPUOffload,
     MixedPrecision,
+    Placement,
     RowBlock,
     ShardingStrategy,
     TiedParams,
@@ -80,7 +83,8 @@ def plan(
     shard_world_size: int | None = None,
     policy: AnyPolicy | None = None,
     units: Iterable[nn.Module | str | Sequence[nn.Module | str]] | None = None,
-    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    strategy: ShardingStrategy = FULL_SHARD,
+    placement: Placement | None = None,
     mixed_precision: MixedPrecision | None = None,
     cpu_offload: CPUOffload | None = None,
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
@@ -120,6 +124,7 @@ def plan(
             unit. So ``units=model.blocks`` plans ``for block in model.blocks:
             fully_shard(block)``. Default None: no units below ``module``.
         strategy: the sharding strategy. Default FULL_SHARD.
+        placement: a placement instead, over dims "replicate" and "shard". Default None.
         mixed_precision: dtypes of compute, reduction, buffers, inputs and outputs.
             Default None: every tensor keeps its dtype.
         cpu_offload: keeps sharded parameters and gradients on the host. Default None.
@@ -158,6 +163,7 @@ def plan(
         )
     options = UnitOptions(
         strategy=strategy,
+        placement=placement,
         block=block,
         mixed_precision=mixed_precision,
         cpu_offload=cpu_offload,
@@ -254,12 +260,15 @@ def replan(
     hybrid strategy has no ``shard_world_size``.
     """
     ranks = plan.world_size if world_size is None else world_size
-    if shard_world_size is None:
-        shard_world_size = _shard_world_size(plan, ranks)
-    units = [
-        _replan_unit(unit, replace(unit.options, **changes), ranks, shard_world_size)
-        for unit in plan.units
-    ]
+    same_ranks = shard_world_size is None and ranks == plan.world_size
+    units = []
+    for unit in plan.units:
+        options = replace(unit.options, **changes)
+        ways = unit.ways
+        if not same_ranks or options.chosen != unit.options.chosen:
+            size = shard_world_size or _shard_world_size(plan, ranks)
+            ways = group_sizes(options.chosen, world_size=ranks, shard_world_size=size)
+        units.append(_replan_unit(unit, options, ways))
     # Padding depends on the ranks, and so do the sentences about it.
     notes = tuple(note for unit in units for note in padding_notes(unit))
     return ShardingPlan(tuple(units), ranks, notes)
@@ -268,11 +277,19 @@ def replan(
 def _shard_world_size(plan: ShardingPlan, ranks: int) -> int | None:
     """Return the size of the plan's shard groups; None for a group of all ranks."""
     for unit in plan.units:
-        strategy, size = unit.options.strategy, unit.shard_world_size
+        row = placement_of(unit.options.chosen)
         # NO_SHARD replicates over all ranks and says nothing about groups.
-        if strategy is ShardingStrategy.NO_SHARD:
+        if not row.states:
             continue
-        if unit.replicas > 1 or strategy in HYBRID:
+        if unit.options.placement is not None:
+            raise PlanError(
+                f"The plan has units of {unit.options.placement}, and does not know "
+                "the sizes of its dims. Pass shard_world_size."
+            )
+        # HFSDP divides states over all ranks, and parameters over a group.
+        is_grid = unit.options.strategy in HYBRID
+        size = unit.parameter_ranks if is_grid else unit.shard_world_size
+        if unit.replicas > 1 or is_grid:
             if ranks > size and ranks % size:
                 raise PlanError(
                     f"The plan has shard groups of {size} ranks, which do not divide "
@@ -284,23 +301,13 @@ def _shard_world_size(plan: ShardingPlan, ranks: int) -> int | None:
     return None
 
 
-def _replan_unit(
-    unit: UnitPlan, options: UnitOptions, ranks: int, shard_world_size: int | None
-) -> UnitPlan:
+def _replan_unit(unit: UnitPlan, options: UnitOptions, ways: Ways) -> UnitPlan:
     """Lay out the parameters of ``unit``, as ``planner._build`` does."""
-    sizes = group_sizes(
-        options.strategy, world_size=ranks, shard_world_size=shard_world_size
-    )
     # Equal units of the old and the new plan share their layouts.
-    if options == unit.options and sizes == (unit.shard_world_size, unit.replicas):
+    if options == unit.options and ways == unit.ways:
         return unit
-    return replace(
-        unit,
-        regions=lay_out_again(unit, options, sizes[0]),
-        options=options,
-        shard_world_size=sizes[0],
-        replicas=sizes[1],
-    )
+    regions = lay_out_again(unit, options, ways.shard_world_size)
+    return replace(unit, regions=regions, options=options, **ways._asdict())
 
 
 def plan_of_units(units: Iterable[tuple[str, _FSDPState]]) -> ShardingPlan:
@@ -327,10 +334,9 @@ def _options_in_force(state: _FSDPState) -> UnitOptions:
     # The first forward sets the flag of a root, which every plan keeps full anyway.
     if state._is_root or reshards is None or reshards == options.reshard_after_forward:
         return options
-    pairs = [
-        (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP),
-        (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2),
-    ]
     # Each of a pair is the other with another flag; NO_SHARD has nothing to reshard.
-    other = dict([*pairs, *(pair[::-1] for pair in pairs)])
+    other = {**RESHARDING, **{kept: freed for freed, kept in RESHARDING.items()}}
+    if options.placement is not None:
+        between = options.placement.parameters if reshards else ()
+        return replace(options, placement=replace(options.placement, between=between))
     return replace(options, strategy=other.get(options.strategy, options.strategy))

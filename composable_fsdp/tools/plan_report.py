@@ -6,6 +6,7 @@ from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from composable_fsdp.comm.placements import name_of
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import listed, size_text
 from composable_fsdp.planning.unit_plan import UnitPlan
@@ -113,7 +114,7 @@ def _options(plan: Any) -> Report:
     # JSON has no dtypes and no objects.
     low = {name: getattr(mixed, name, None) for name in ("param_dtype", "reduce_dtype")}
     return {
-        "strategy": options.strategy.name,
+        "strategy": name_of(options.chosen),
         "dtypes": sorted(map(dtype_name, dtypes)),
         **{name: dtype and dtype_name(dtype) for name, dtype in low.items()},
         "cpu_offload": plan.units[0].is_offloaded,

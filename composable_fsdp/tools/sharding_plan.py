@@ -358,10 +358,12 @@ class Forecast:
         # The optimizer steps after backward, when no full parameters are left, but the
         # slots of an arena. What stays from step to step is there at every moment.
         end = Memory(
-            parameters=sum(unit.parameter_bytes for unit in units),
+            parameters=sum(unit.parameter_bytes for unit in units)
+            + sum(unit.piece_bytes for unit in self.plan.units if unit.has_rest),
             gradients=sum(unit.gradient_bytes for unit in units),
             optimizer=states + optimizer.buffer_bytes(units),
-            full=step.kept[0],
+            full=step.kept[0]
+            + sum(unit.full_bytes for unit in self.plan.units if unit.stays_full),
             reduce=step.kept[1],
             temporaries=sum(map(optimizer.temporary_bytes, units)),
             when="optimizer step",

@@ -167,6 +167,8 @@ class _Step:
         self.replicating: int | None = None
         # Units whose all-gather was issued ahead, until their own forward or backward.
         self.ahead: set[int] = set()
+        # Units that were resharded with a backward to come, which awaits their pieces.
+        self.awaited: set[int] = set()
         # Units that are reduced when the graph task has ended.
         self.late: list[int] = []
         self.phase = "forward"
@@ -218,6 +220,7 @@ class _Step:
             # Resharded, but not freed yet: the same memory is used again.
             if index in self.retiring:
                 self.retiring.remove(index)
+                self._keep_piece(index)
             else:
                 for other in self.gathered:
                     self.together |= {(index, other), (other, index)}
@@ -242,20 +245,34 @@ class _Step:
 
     def reshard(self, index: int) -> None:
         """Free the full parameters of unit ``index``; with streams, free them late."""
+        unit = self.units[index]
+        if unit.plan.stays_full and self.phase == "backward":
+            return
         if index in self.gathered and index not in self.retiring:
+            self.awaited.discard(index)
+            keeps = unit.plan.piece_ranks and not unit.plan.has_rest
+            if keeps and unit.in_backward and self.phase == "forward":
+                self.awaited.add(index)
             # On CUDA the compute stream may still read the memory, so the unit waits
             # until a later unit is resharded or gathered ahead; see
             # ``runtime.unshard``.
             self.retiring.append(index)
-            limit = self.units[index].retiring_limit
-            self._retire(keep=limit if self.streams else 0)
+            self._retire(keep=unit.retiring_limit if self.streams else 0)
 
     def _retire(self, *, keep: int) -> None:
         """Free the oldest resharded units until ``keep`` units wait."""
         while len(self.retiring) > keep:
             index = self.retiring.pop(0)
+            self._keep_piece(index)
             self.gathered.remove(index)
             self.give("full", "full", index)
+            self.tell(FREE, index)
+
+    def _keep_piece(self, index: int) -> None:
+        """Copy what stays of unit ``index`` until its backward, or free it behind."""
+        self.give("full", "piece", index)
+        if index in self.awaited:
+            self.take("full", "piece", index, self.units[index].plan.piece_bytes)
             self.tell(FREE, index)
 
     def begin_backward(self, index: int, before: int | None) -> None:

@@ -62,8 +62,13 @@ def time_of_step(
     for event in (moment.event for moment in moments[:-1]):
         name, unit = event.unit, by_name[event.unit]
         if event.kind == GATHER:
-            ranks = unit.shard_world_size
+            ranks, is_first = unit.shard_world_size, event.phase == "forward"
+            if unit.piece_ranks and (unit.has_rest or not is_first):
+                ranks = unit.piece_ranks
             seconds = machine.collective(gathered_bytes(unit), ranks)
+            if unit.has_rest and is_first:
+                spread = unit.shard_world_size // ranks
+                seconds += machine.collective(unit.piece_bytes, spread)
             arrived[name] = send(gathers, seconds)
         elif event.kind == FREE:
             # The host waits for the unit whose memory the next all-gather takes.
@@ -107,8 +112,8 @@ def _optimizer_bytes(units: Sequence[UnitPlan], optimizer: OptimizerMemory) -> i
 
 def _reduction(unit: UnitPlan, machine: Machine) -> float:
     """Return the seconds of the reductions of a unit, over shards and replicas."""
-    nbytes, ranks = unit.reduce_bytes, unit.shard_world_size
+    nbytes, ranks = unit.reduce_bytes, unit.gradient_ranks
     # Replicas of a shard are in different nodes, if a group fills its nodes.
     apart = ranks >= machine.node_size > 1
-    own = machine.collective(nbytes // ranks, unit.replicas, rounds=2, apart=apart)
+    own = machine.collective(nbytes // ranks, unit.sum_ranks, rounds=2, apart=apart)
     return machine.collective(nbytes, ranks) + own

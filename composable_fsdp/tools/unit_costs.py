@@ -59,7 +59,7 @@ class UnitMemory:
         self.in_backward, self.fed = in_backward, fed
         options = unit.options
         self.arena = options.arena
-        self.reshards = options.reshard_after_forward and parent >= 0
+        self.reshards = unit.reshards and parent >= 0
         self.full, self.wire = unit.full_bytes, unit.wire_bytes
         # Whether unsharding needs an all-gather.
         self.gathers = unit.shard_world_size > 1 and unit.full_bytes > 0
@@ -81,7 +81,7 @@ class UnitMemory:
         # memory of their own permanently.
         self.kept = 0 if unit.is_offloaded else unit.gradient_bytes
         self.sends = unit.shard_world_size * unit.replicas > 1
-        self.replicates = unit.shard_world_size > 1 and unit.replicas > 1
+        self.replicates = unit.gradient_ranks > 1 and unit.sum_ranks > 1
         gradients = {
             slot.index: slot.numel * d.compute.itemsize
             for r, d in unit.reduced
@@ -126,11 +126,12 @@ def traffic_of(unit: UnitPlan, *, is_root: bool, in_backward: bool) -> Traffic:
     if unit.shard_world_size > 1 and gathered:
         # A resharded unit is gathered a second time in backward. The root stays
         # unsharded between forward and backward.
-        again = unit.options.reshard_after_forward and not is_root and in_backward
+        again = unit.reshards and not is_root and in_backward
         times = 1 + again
         total += Traffic(times, gathered * times)
-        if not unit.int8_gradients:
-            total += Traffic(reduce_scatter_calls=dtypes, reduce_scatter_bytes=nbytes)
+        # Pieces at rest are filled once, with the values of the optimizer's step.
+        if unit.has_rest:
+            total += Traffic(1, gathered // unit.piece_ranks)
         # A float32 per matrix, before each all-gather.
         total += Traffic(
             all_reduce_calls=len(scaled) * times,
@@ -141,10 +142,11 @@ def traffic_of(unit: UnitPlan, *, is_root: bool, in_backward: bool) -> Traffic:
         # Ranks that hold whole gradients exchange the averages, too.
         if unit.shard_world_size == 1:
             total += Traffic(1, each.gathered)
-    if unit.replicas > 1 and not unit.int8_gradients:
-        # In a hybrid mesh the all-reduce follows the reduce-scatter, on this rank's
-        # part.
-        part = nbytes // unit.shard_world_size
+    if unit.gradient_ranks > 1 and gathered and not unit.int8_gradients:
+        total += Traffic(reduce_scatter_calls=dtypes, reduce_scatter_bytes=nbytes)
+    if unit.sum_ranks > 1 and not unit.int8_gradients:
+        # The all-reduce follows the reduce-scatter, on this rank's part.
+        part = nbytes // unit.gradient_ranks
         total += Traffic(all_reduce_calls=dtypes, all_reduce_bytes=part)
     return total
 
@@ -152,11 +154,13 @@ def traffic_of(unit: UnitPlan, *, is_root: bool, in_backward: bool) -> Traffic:
 def _output(unit: UnitPlan) -> int:
     """Return the bytes of the output of a reduction, before a cast or a copy."""
     # With equal dtypes and without offload, the reduction writes into the sharded
-    # gradient itself.
+    # gradient itself, unless the output is more than that.
+    is_more = unit.gradient_ranks < unit.shard_world_size
+    others = is_more or unit.is_offloaded or unit.int8_gradients
     return sum(
-        r.shard_numel * d.reduce.itemsize
+        r.padded_numel // unit.gradient_ranks * d.reduce.itemsize
         for r, d in unit.reduced
-        if d.reduce != d.gradient or unit.is_offloaded or unit.int8_gradients
+        if d.reduce != d.gradient or others
     )
 
 

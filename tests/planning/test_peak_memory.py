@@ -18,6 +18,7 @@ from composable_fsdp import (
     CPUOffload,
     CustomPolicy,
     MixedPrecision,
+    Placement,
     ShardingStrategy,
     fully_shard,
     plan,
@@ -185,6 +186,7 @@ def peak_of(
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 OFFLOAD = CPUOffload(offload_params=True)
 GRAD_OP = ShardingStrategy.SHARD_GRAD_OP
+SHARD = ("shard",)
 ONE_BY_ONE = partial(Chain, 4096, 2048, 512, 256)
 """Its first unit, the largest, is done at the end of backward alone."""
 CASES: list[tuple[Callable[[], nn.Module], int, dict[str, Any]]] = [
@@ -212,6 +214,7 @@ CASES: list[tuple[Callable[[], nn.Module], int, dict[str, Any]]] = [
         for s in ShardingStrategy
     ),
     (unequal, 8, {"strategy": ShardingStrategy.HYBRID_SHARD, "shard_world_size": 1}),
+    (unequal, 8, {"placement": Placement(SHARD, ("shard:4",), SHARD, SHARD)}),
     (Nested, 8, {"rel": 0.005}),
     (Nested, 8, {"rel": 0.005, "strategy": GRAD_OP, "backward_prefetch": None}),
     (text, 8, {"rel": 0.005, "mixed_precision": LOW}),

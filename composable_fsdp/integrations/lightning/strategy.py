@@ -21,7 +21,7 @@ from composable_fsdp.planning.options import by_name
 NAMES: dict[str, dict[str, Any]] = {
     "composable_fsdp": {},
     "composable_fsdp_offload": {"cpu_offload": True},
-    "composable_fsdp_hybrid": {"strategy": ShardingStrategy.HYBRID_SHARD},
+    "composable_fsdp_hybrid": {"strategy": HYBRID[0]},
 }
 """Names for ``strategy=``, with the arguments that they stand for."""
 

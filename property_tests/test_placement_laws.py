@@ -1,0 +1,299 @@
+"""Laws of placements: each trains as the plain model, sends what its plan says, has the
+norm of the whole gradient, and reads what any other has written."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composable_fsdp import (
+    CPUOffload,
+    MixedPrecision,
+    Placement,
+    checkpoint,
+    clip_grad_norm_,
+    fully_shard,
+    grad_norm,
+    load,
+    no_sync,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    plan,
+    save,
+)
+from composable_fsdp.comm import collectives
+from tests.support.world import RankPool, World
+
+RankCount = Callable[[int], RankPool]
+DIMS = "outer", "inner"
+KINDS = "parameters", "between", "gradients", "states"
+# By its level, a dim divides nothing, states, gradients too, parameters too, and these
+# between forward and backward, too.
+HIGHEST = {"states": 1, "gradients": 2, "parameters": 3, "between": 4}
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+STEPS = 3
+
+Levels = tuple[int, int]
+
+
+def placed(levels: Levels) -> Placement:
+    """The placement in which each dim divides up to its level."""
+    return Placement(
+        **{
+            kind: tuple(
+                d for d, at in zip(DIMS, levels, strict=True) if at >= HIGHEST[kind]
+            )
+            for kind in KINDS
+        }
+    )
+
+
+def is_legal(levels: Levels) -> bool:
+    """Whether not two pieces of the parameters would be kept."""
+    at = placed(levels)
+    return at.between in ((), at.parameters) or at.parameters == at.states
+
+
+LEGAL = [(a, b) for a in range(5) for b in range(5) if is_legal((a, b))]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program: the placements that train and that load, and what the steps do."""
+
+    levels: Levels
+    then: Levels = (4, 4)
+    shape: tuple[int, int] = (2, 2)
+    mixed: bool = False
+    accumulates: bool = False
+    clips: bool = False
+    recomputes: bool = False
+    freezes: bool = False
+    offloads: bool = False
+
+
+def model_of(case: Case) -> nn.Sequential:
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(6, 10), nn.Tanh()),
+        nn.Sequential(nn.Linear(10, 9), nn.Tanh()),
+        nn.Linear(9, 3),
+    )
+    if case.freezes:
+        model[1][0].weight.requires_grad_(False)
+    return model if case.mixed else model.double()
+
+
+def shard(model: nn.Sequential, levels: Levels, case: Case) -> nn.Sequential:
+    mesh: DeviceMesh = init_device_mesh("cpu", case.shape, mesh_dim_names=DIMS)
+    options: dict[str, Any] = {
+        "device_mesh": mesh,
+        "placement": placed(levels),
+        "mixed_precision": BF16 if case.mixed else None,
+        "cpu_offload": CPUOffload(offload_params=case.offloads),
+    }
+    for block in model[:2]:
+        if case.recomputes:
+            checkpoint(block)
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def batch(case: Case, step: int, rank: int) -> Tensor:
+    made = torch.Generator().manual_seed(100 * step + rank)
+    dtype = torch.float32 if case.mixed else torch.float64
+    return torch.randn(4, 6, generator=made, dtype=dtype)
+
+
+def step_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, step: int, rank: int
+) -> list[Tensor]:
+    """A step on a sharded model, in two microbatches if the case accumulates."""
+    rows = batch(case, step, rank)
+    parts = rows.chunk(2) if case.accumulates else (rows,)
+    losses = []
+    for at, part in enumerate(parts):
+        last = at == len(parts) - 1
+        with nullcontext() if last else no_sync(model):
+            loss = model(part).square().mean() / len(parts)
+            loss.backward()
+        losses.append(loss.detach())
+    if case.clips:
+        clip_grad_norm_(model, 0.05)
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+def trained_plain(case: Case, size: int, steps: int) -> nn.Module:
+    """The plain model after steps on the batches of all ranks."""
+    model = model_of(case)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for step in range(steps):
+        for rank in range(size):
+            (model(batch(case, step, rank)).square().mean() / size).backward()
+        if case.clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def sent(calls: list[collectives.CallRecord]) -> dict[str, tuple[int, int]]:
+    times = Counter(call.op for call in calls)
+    nbytes: Counter[str] = Counter()
+    for call in calls:
+        nbytes[call.op] += call.nbytes
+    return {op: (times[op], nbytes[op]) for op in times}
+
+
+def check_case(world: World, case: Case, folder: str) -> None:
+    model = shard(model_of(case), case.levels, case)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for step in range(STEPS):
+        with collectives.record() as calls:
+            step_of(model, optimizer, case, step, world.rank)
+        evaluate_swapped(model, case)
+
+    expected = trained_plain(case, world.world_size, STEPS)
+    if case.mixed:
+        # In bfloat16, the same numbers as with everything divided over all ranks.
+        expected = model_of(case)
+        peer = shard(expected, (4, 4), case)
+        along = torch.optim.AdamW(peer.parameters(), 1e-2)
+        for step in range(STEPS):
+            step_of(peer, along, case, step, world.rank)
+    close(model.state_dict(), dict(expected.state_dict()), case)
+    if not (case.accumulates or case.clips or case.recomputes):
+        # Behind an evaluation a step gathers as it does behind an optimizer's step.
+        said = plan(model).traffic.by_op()
+        assert sent(calls) == {op: n for op, n in said.items() if n[0]}
+
+    # What another placement reads: from a state dict, and from a checkpoint.
+    written = model.state_dict(), optim_state_dict(model, optimizer)
+    save(folder, model, optimizer)
+    for reads in (lambda m, o: put(m, o, written), lambda m, o: load(folder, m, o)):
+        other = shard(model_of(case), case.then, case)
+        second = torch.optim.AdamW(other.parameters(), 1e-2)
+        reads(other, second)
+        step_of(other, second, case, STEPS, world.rank)
+        if "after" not in locals():
+            step_of(model, optimizer, case, STEPS, world.rank)
+            after = model.state_dict()
+        close(other.state_dict(), after, case)
+
+
+def evaluate_swapped(model: nn.Module, case: Case) -> None:
+    """Evaluation sees weights that were swapped in through ``.data``."""
+    own = [parameter.data for parameter in model.parameters()]
+    for values in own:
+        values.mul_(2)
+    with torch.no_grad():
+        found = model(batch(case, 0, 0))
+        plain = model_of(case)
+        plain.load_state_dict(model.state_dict())
+        if not case.mixed:
+            close({"": found}, {"": plain(batch(case, 0, 0))}, case)
+    for values in own:
+        values.div_(2)
+
+
+def put(model: nn.Module, optimizer: torch.optim.Optimizer, written: Any) -> None:
+    weights, states = copy.deepcopy(written)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, states))
+
+
+def close(found: dict[str, Tensor], expected: dict[str, Tensor], case: Case) -> None:
+    rtol, atol = (1e-4, 1e-5) if case.mixed else (1e-9, 1e-12)
+    torch.testing.assert_close(dict(found), dict(expected), rtol=rtol, atol=atol)
+
+
+LEVELS = st.sampled_from(LEGAL)
+FLAGS = ("mixed", "accumulates", "clips", "recomputes", "freezes", "offloads")
+CASES = st.builds(
+    Case,
+    levels=LEVELS,
+    then=LEVELS,
+    shape=st.sampled_from([(2, 2), (1, 2), (2, 1), (1, 1)]),
+    **{flag: st.booleans() for flag in FLAGS},
+)
+
+
+@pytest.mark.req("D-30")
+@settings(max_examples=12, deadline=None)
+@given(case=CASES)
+@example(case=Case((1, 1)))  # ZERO1 over both dims
+@example(case=Case((2, 2), then=(0, 0)))  # ZERO2
+@example(case=Case((2, 4), then=(1, 1)))  # HFSDP
+@example(case=Case((2, 4), then=(2, 4), mixed=True, clips=True))
+@example(case=Case((3, 4), then=(2, 4), recomputes=True))  # a partial reshard
+@example(case=Case((4, 3), then=(2, 3), accumulates=True, freezes=True))
+@example(case=Case((1, 3), then=(3, 4), mixed=True))
+@example(case=Case((2, 4), then=(3, 4), offloads=True))
+def test_every_placement_trains_as_the_plain_model(
+    case: Case, ranks: RankCount, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """On 1, 2 and 4 ranks: weights, bytes against the plan, and what others read."""
+    folder: Path = tmp_path_factory.mktemp("placement") / "saved"
+
+    ranks(case.shape[0] * case.shape[1]).run(check_case, case, str(folder))
+
+
+def norm_of(world: World, levels: Levels, microbatches: int) -> None:
+    """Small integers, so that bfloat16 and sums in any order are exact."""
+    torch.manual_seed(5)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
+    values = torch.randint(-1, 2, (128,)).float()
+    nn.utils.vector_to_parameters(values, model.parameters())
+    plain = copy.deepcopy(model)
+    shape = {1: (1, 1), 2: (1, 2), 4: (2, 2)}[world.world_size]
+    sharded = shard_plainly(model, levels, shape)
+    rows = torch.randint(-1, 2, (world.world_size, 4 * microbatches, 8)).float()
+
+    for at, part in enumerate(rows[world.rank].chunk(microbatches)):
+        with nullcontext() if at == microbatches - 1 else no_sync(sharded):
+            sharded(part).float().sum().backward()
+    for own in rows:
+        (plain(own).sum() / world.world_size).backward()
+
+    whole = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()  # type: ignore[union-attr]
+    torch.testing.assert_close(grad_norm(sharded), whole, rtol=1e-6, atol=0)
+
+
+def shard_plainly(
+    model: nn.Module, levels: Levels, shape: tuple[int, int]
+) -> nn.Module:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=DIMS)
+    return fully_shard(
+        model, device_mesh=mesh, placement=placed(levels), mixed_precision=BF16
+    )
+
+
+@pytest.mark.req("D-31")
+@settings(max_examples=8, deadline=None)
+@given(
+    levels=LEVELS,
+    world_size=st.sampled_from([2, 4]),
+    microbatches=st.integers(1, 3),
+)
+@example(levels=(1, 1), world_size=4, microbatches=3)
+@example(levels=(2, 4), world_size=4, microbatches=2)
+def test_the_norm_is_that_of_the_whole_gradient(
+    ranks: RankCount, levels: Levels, world_size: int, microbatches: int
+) -> None:
+    """Of any placement, over microbatches, in bfloat16 with float32 gradients: the norm
+    of the plain float32 model on one batch."""
+    ranks(world_size).run(norm_of, levels, microbatches)
