@@ -92,7 +92,7 @@ def model_of(case: Case) -> nn.Sequential:
         nn.Linear(9, 3),
     )
     if case.freezes:
-        model[1][0].weight.requires_grad_(False)
+        model.get_parameter("1.0.weight").requires_grad_(False)
     return model if case.mixed else model.double()
 
 
@@ -104,7 +104,7 @@ def shard(model: nn.Sequential, levels: Levels, case: Case) -> nn.Sequential:
         "mixed_precision": BF16 if case.mixed else None,
         "cpu_offload": CPUOffload(offload_params=case.offloads),
     }
-    for block in model[:2]:
+    for block in list(model)[:2]:
         if case.recomputes:
             checkpoint(block)
         fully_shard(block, **options)
