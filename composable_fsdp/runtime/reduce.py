@@ -145,7 +145,12 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     for region in handle.layout.trainable:
         ready_gradient(region)
     _choose_targets(handle, final=final)
-    _issue(reduction, async_op=True)
+    try:
+        _issue(reduction, async_op=True)
+    except BaseException:
+        # As of an all-gather (``runtime.unshard``).
+        leave_reduce(handle)
+        raise
     # No work to wait for: all groups have a single rank, or a hook has reduced already.
     if not reduction.works:
         finish_reduction(context)

@@ -80,7 +80,12 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         if context.reducing is not None and context.tasks:
             finish_reduction(context, ahead_of=handle)
         residency.allocate_full(handle)
-        handle.ready = _gather(context, handle, async_op=True)
+        try:
+            handle.ready = _gather(context, handle, async_op=True)
+        except BaseException:
+            # After Ctrl-C the backend may have the call, and write on.
+            residency.leave_full(handle)
+            raise
     else:
         _unshard_on_stream(context, context.streams, handle)
 
@@ -104,12 +109,7 @@ def _gather(
         operation = Operation(
             ref.operations, "all_gather", handle.full_fqn, handle.phase, full[0]
         )
-        try:
-            work = gather(full, shards, group, async_op=async_op, operation=operation)
-        except BaseException:
-            # The reshard that follows frees ``full`` alone.
-            free_encoded(handle)
-            raise
+        work = gather(full, shards, group, async_op=async_op, operation=operation)
     return decoding(handle, work) if handle.form.wired else work
 
 
@@ -168,7 +168,12 @@ def _unshard_on_stream(
                 handle.form.pieces.before_free(handle.form.fulls)
         else:
             residency.allocate_full(handle)
-        _gather(context, handle, async_op=False)
+        try:
+            _gather(context, handle, async_op=False)
+        except BaseException:
+            # The reshard that follows frees ``full`` alone.
+            free_encoded(handle)
+            raise
         handle.events.gather.record(streams.gather)
         if (ref := handle.groups.shard_ref) is not None:
             ref.operations.marks[handle.events.gather.event] = ref.operations.number

@@ -17,6 +17,7 @@ from composable_fsdp import (
     register_forward_method,
     unshard_params,
 )
+from composable_fsdp.comm import collectives
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.runtime import forward
 from tests.support.on_ranks import on_ranks
@@ -105,6 +106,36 @@ def test_a_method_that_cannot_enter_leaves_nothing_behind(world: World) -> None:
 
     assert gradients(model) == expected
     assert model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("sent", "at"), [("all_gather_flat", 0), ("reduce_scatter_flat", 1)]
+)
+@on_ranks(2)
+def test_memory_that_the_backend_was_given_stays(
+    world: World, sent: str, at: int
+) -> None:
+    """Ctrl-C after the backend got the call, and before the line that notes it."""
+    model = nn.Sequential(Layer(), Layer())
+    for unit in (*model, model):
+        fully_shard(unit)
+    x = torch.ones(2, 4)
+    backward(model(x).sum())
+    expected = gradients(model)
+    send, given = getattr(collectives, sent), []
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        given.extend(buffer.untyped_storage() for buffer in args[at])
+        send(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    stop = mock.patch.object(collectives, sent, interrupted)
+    with stop, pytest.raises(KeyboardInterrupt):
+        backward(model(x).sum())
+    backward(model(x).sum())
+
+    assert all(storage.nbytes() for storage in given)
+    assert gradients(model) == expected
 
 
 @pytest.mark.parametrize("low", [None, LOW])
