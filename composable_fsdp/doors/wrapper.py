@@ -44,6 +44,7 @@ from composable_fsdp.errors import CompositionError
 from composable_fsdp.features.init_weights import apply_whole
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
 from composable_fsdp.optim import keys, legacy, load, save
+from composable_fsdp.planning import walk
 from composable_fsdp.runtime.materialize import reset_parameters
 from composable_fsdp.state_dict import settings
 from composable_fsdp.tree.state import OWNERS, _FSDPState, _get_module_fsdp_state
@@ -364,8 +365,14 @@ def _wrap_units_below(module: nn.Module) -> None:
     """Replace every unit below ``module`` by a wrapper, at all places of a unit."""
     # Wrappers that the user made by hand before this call.
     wrapped = {
-        id(each.module) for each in FullyShardedDataParallel.fsdp_modules(module)
+        id(each.module): each for each in FullyShardedDataParallel.fsdp_modules(module)
     }
+    for parent in list(walk.modules(module)):
+        for _, name, child in list(walk.edges(parent)):
+            # A shared module that the user wrapped at a single parent only: the other
+            # parents get the same wrapper.
+            if id(child) in wrapped and parent is not wrapped[id(child)]:
+                setattr(parent, name, wrapped[id(child)])
     targets: dict[nn.Module, dict[str, Any]] = {
         owner: {}
         for _, owner, state in walk_states(module)
