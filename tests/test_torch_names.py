@@ -54,8 +54,8 @@ MADE: dict[str, Callable[[], Any]] = {
 OF_OTHERS = {
     # Of the standard library, of dicts that torch returns, of objects that torch
     # makes with a process group, and of parameters that DDP or a subclass marks.
-    *("_asdict", "_fields", "_metadata", "_module_parameters", "_process_group"),
-    *("_ddp_ignored", "_in_backward_optimizers", "_is_param", "_timeout"),
+    *("_asdict", "_fields", "_metadata", "_process_group"),
+    *("_in_backward_optimizers", "_is_param", "_timeout"),
     # Of Lightning and accelerate, whose tests have an environment of their own.
     *("_checkpoint_io", "_compiler_ctx", "_layer_sync", "_redirection_through_forward"),
     "_reset_optimizers_and_schedulers",

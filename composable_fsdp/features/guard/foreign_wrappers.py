@@ -46,7 +46,7 @@ def guard_wrappers() -> None:
     for place, method in _PLACES.items():
         # A look-up and no import: sharding must work without Lightning.
         strategies = sys.modules.get(place)
-        for name in _REFUSED:
+        for name in _REFUSED if strategies is not None else ():
             # Older or newer versions may lack a strategy.
             kind = getattr(strategies, name, None)
             if isinstance(kind, type) and kind not in _guarded:
