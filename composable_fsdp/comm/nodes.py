@@ -25,6 +25,7 @@ import torch.distributed as dist
 # The functions of this module keep the default group of the first import as a default
 # argument for ever, whose threads now and then abort the process at its exit. Before
 # any group exists the default is None.
+import torch.distributed.nn.functional  # noqa: F401  # for its time of import
 from torch.distributed import distributed_c10d
 
 from composable_fsdp.comm.groups import PEERLESS, Groups, RankLayout
