@@ -158,8 +158,8 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
     """Return the groups of a unit; units with equal placements share them.
 
     Collective: creates the groups that the caller has not given, at the first call for
-        a placement; all ranks must call. Groups of nodes: all ranks of the default
-        group.
+        a placement; all ranks must call. Groups of nodes, and those that ``twin_group``
+        names: all ranks of the default group.
     Raises: PlanError, as ``sizes_for``.
     """
     made = ranks.groups.get(chosen)
