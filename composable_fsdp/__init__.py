@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from composable_fsdp.storage.opening import checkpoints, verify
     from composable_fsdp.storage.save import SaveOptions, async_save, save
     from composable_fsdp.tools.describe import describe
-    from composable_fsdp.tools.plan import plan, replan
+    from composable_fsdp.tools.plan import plan
     from composable_fsdp.tools.sharding_plan import ShardingPlan, forecast
     from composable_fsdp.tools.simulate import simulate
 
@@ -125,7 +125,7 @@ _resolve, _ = _resolver(
         "storage.opening": "checkpoints verify",
         "storage.save": "SaveOptions async_save save",
         "tools.describe": "describe",
-        "tools.plan": "plan replan",
+        "tools.plan": "plan",
         "tools.sharding_plan": "ShardingPlan forecast",
         "tools.simulate": "simulate",
     }
@@ -181,7 +181,6 @@ __all__ = [
     "param_norm",
     "plan",
     "register_forward_method",
-    "replan",
     "replicate",
     "reshard",
     "save",

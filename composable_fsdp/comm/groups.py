@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from composable_fsdp.comm.operations import operation_log
-from composable_fsdp.comm.placements import Choice, Ways
 from composable_fsdp.errors import PhaseError
+
+if TYPE_CHECKING:
+    from composable_fsdp.comm.placements import Choice, Ways
 
 SIMULATED = "simulated"
 """The backend of ``tools.simulated_world``."""

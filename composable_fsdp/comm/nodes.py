@@ -25,6 +25,7 @@ import torch.distributed as dist
 # The functions of this module keep the default group of the first import as a default
 # argument for ever, whose threads now and then abort the process at its exit. Before
 # any group exists the default is None.
+import torch.distributed.nn.functional  # noqa: F401  # for its time of import
 from torch.distributed import distributed_c10d
 
 from composable_fsdp.comm.groups import PEERLESS, Groups, RankLayout
@@ -157,8 +158,8 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
     """Return the groups of a unit; units with equal placements share them.
 
     Collective: creates the groups that the caller has not given, at the first call for
-        a placement; all ranks must call. Groups of nodes: all ranks of the default
-        group.
+        a placement; all ranks must call. Groups of nodes, and those that ``twin_group``
+        names: all ranks of the default group.
     Raises: PlanError, as ``sizes_for``.
     """
     made = ranks.groups.get(chosen)

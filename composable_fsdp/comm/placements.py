@@ -105,33 +105,10 @@ class Grid(NamedTuple):
         """
         placement = placement_of(chosen)
         sizes = dict(self.sizes)
-        rows: list[list[str]] = []
-        for row in placement.rows:
-            rows.append([])
-            for name in row:
-                base, is_part, ranks = name.partition(":")
-                known = (base,) if base in self.sizes else self.roles.get(base)
-                if known is None:
-                    raise PlanError(
-                        f"{placement} expects a mesh with dim {quoted(base)}; the dims "
-                        f"are {', '.join(map(quoted, self.sizes))}. Pass device_mesh "
-                        "with mesh_dim_names, or the names 'shard' and 'replicate'."
-                    )
-                if not is_part:
-                    rows[-1] += known
-                    continue
-                *_, dim = known
-                if not ranks.isdecimal() or sizes[dim] % max(int(ranks), 1):
-                    raise PlanError(
-                        f"{placement} expects '{base}:n' with a divisor n of the "
-                        f"{sizes[dim]} ranks of the dim, got {name!r}."
-                    )
-                # The part stands behind what is left of the dim.
-                inner = f"{dim}:{ranks}"
-                split = {dim: sizes[dim] // int(ranks), inner: int(ranks)}
-                pairs = [split if n == dim else {n: size} for n, size in sizes.items()]
-                sizes = {n: size for pair in pairs for n, size in pair.items()}
-                rows[-1].append(inner)
+        rows = [
+            [each for name in row for each in self._dims_of(name, sizes, placement)]
+            for row in placement.rows
+        ]
         found: tuple[str, ...] = ()
         dims = []
         for names in rows:
@@ -144,6 +121,35 @@ class Grid(NamedTuple):
             for divided in (gradients, states)
         )
         return Dims(between, parameters, gradients, states, sums, others), sizes
+
+    def _dims_of(
+        self, name: str, sizes: dict[str, int], placement: Placement
+    ) -> tuple[str, ...]:
+        """Return the dims that a name means; a part of a dim is put into ``sizes``."""
+        base, is_part, ranks = name.partition(":")
+        known = (base,) if base in self.sizes else self.roles.get(base)
+        if known is None:
+            raise PlanError(
+                f"{placement} expects a mesh with dim {quoted(base)}; the dims "
+                f"are {', '.join(map(quoted, self.sizes))}. Pass device_mesh "
+                "with mesh_dim_names, or the names 'shard' and 'replicate'."
+            )
+        if not is_part:
+            return known
+        dim = known[-1]
+        number = int(ranks) if ranks.isdecimal() else 0
+        if not number or sizes[dim] % number:
+            raise PlanError(
+                f"{placement} expects '{base}:n' with a divisor n of the "
+                f"{sizes[dim]} ranks of the dim, got {name!r}."
+            )
+        # The part stands behind what is left of the dim.
+        inner = f"{dim}:{ranks}"
+        split = {dim: sizes[dim] // number, inner: number}
+        pairs = [split if n == dim else {n: size} for n, size in sizes.items()]
+        sizes.clear()
+        sizes |= {n: size for pair in pairs for n, size in pair.items()}
+        return (inner,)
 
     def ways(self, chosen: Choice) -> Ways:
         """Return the numbers of ranks over which a unit divides."""

@@ -33,6 +33,7 @@ from composable_fsdp.flat.handle import (
     UnitLayout,
     remember_leaves,
 )
+from composable_fsdp.flat.memory import Pieces
 from composable_fsdp.flat.param_form import NO_FORMS, Forms
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.flat.region import (
@@ -89,7 +90,13 @@ def build_handle(
         groups=groups,
         rule=rule,
         guards=guarded,
-        writes=ShardWrites(leaf_memory(made), written(made), make_readable),
+        writes=ShardWrites(
+            leaf_memory(made),
+            written(made),
+            make_readable,
+            () if made.plan.stays_full else None,
+            steps_per_reduction=int(made.plan.keeps_values),
+        ),
     )
     set_divisions(handle)
     remember_leaves(handle)
@@ -260,6 +267,7 @@ def make_form(
     unreadable: tuple[int, ...] | None = None,
     *,
     full_precision: bool = False,
+    pieces: Pieces | None = None,
 ) -> FullForm:
     """Return the full form over the regions' full buffers and leaves."""
     if unreadable is None:
@@ -279,18 +287,14 @@ def make_form(
             for wire, full in zip(wires, fulls, strict=True)
         ]
     leaves = [r.full.leaves for r in layout.regions]
-    unit, pieces = layout.plan, None
-    if unit.piece_ranks and gathering and not layout.on_meta:
-        pieces = make_pieces(gathering, unit.piece_ranks, at_rest=unit.has_rest)
+    if pieces is None and not layout.on_meta:
+        pieces = make_pieces(layout.plan, gathering)
     return FullForm(
         full_precision,
         _placed(layout.regions, layout.places, leaves),
         (outputs, inputs),
         fulls,
-        # Where pieces are at rest, the shards are copied into these.
-        ()
-        if pieces is not None and pieces.at_rest
-        else tuple([pair for r in gathering for pair in fills_of(r)]),
+        fills_of(gathering, pieces),
         bool(gathering),
         unreadable,
         wired=any(wires),
@@ -374,8 +378,12 @@ def renew_full_leaves(
         found += zip(full.leaves, made, region.leaves, strict=True)
         region.full = full._replace(leaves=tuple(made))
     form = handle.form
+    # The pieces stay: the other ranks, which may not renew theirs, use their own.
     handle.form = make_form(
-        handle.layout, form.unreadable, full_precision=form.full_precision
+        handle.layout,
+        form.unreadable,
+        full_precision=form.full_precision,
+        pieces=form.pieces,
     )
     if form.regions:
         handle.form.regions = tuple([region.full for region in handle.layout.regions])

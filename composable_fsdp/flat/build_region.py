@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import new_shard, shard_views, show_on_leaves
 from composable_fsdp.flat.param_form import NO_FORMS, Forms, plain_leaves
-from composable_fsdp.flat.pieces import Pieces
 from composable_fsdp.flat.region import (
     FlatParameter,
     FullBuffer,
@@ -21,6 +20,7 @@ from composable_fsdp.flat.region import (
 )
 from composable_fsdp.planning.layout import RegionLayout, ShardCuts
 from composable_fsdp.planning.options import Dtypes
+from composable_fsdp.planning.unit_plan import UnitPlan
 
 _is_meta = attrgetter("is_meta")
 
@@ -225,32 +225,32 @@ def _own_parts(
     )
 
 
-def fills_of(region: FlatParameter) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of a part of ``full`` and of the shard, with the same elements."""
-    full = region.full
-    if full.own_slice is None:
-        return []
-    return fills_into(region, full.own_slice, full.own_parts)
-
-
-def fills_into(
-    region: FlatParameter, own: Tensor, parts: tuple[Tensor, ...] | None = None
-) -> list[tuple[Tensor, Tensor]]:
-    """Return such pairs for a buffer of which ``own`` is this rank's slice."""
-    if parts is None:
-        parts = _own_parts(region.layout, own, region.rank)
-    if not parts:
-        return [(own, region.shard)]
-    # A copy per parameter, because each has strides of its own.
-    views, _ = shard_views(region.cuts, region.shard)
-    return list(zip(parts, views, strict=True))
+def fills_of(
+    regions: Sequence[FlatParameter], pieces: memory.Pieces | None
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Return pairs of a part of ``full``, or of a piece, and of the shard with it."""
+    made: list[tuple[Tensor, Tensor]] = []
+    for at, region in enumerate(regions):
+        own, parts = region.full.own_slice, region.full.own_parts
+        if own is None:
+            continue
+        if pieces is not None and pieces.at_rest:
+            own = pieces.inputs[at]
+            parts = _own_parts(region.layout, own, region.rank)
+        # A copy per parameter, because each has strides of its own.
+        views, _ = shard_views(region.cuts, region.shard) if parts else ((), ())
+        made += zip(parts or (own,), views or (region.shard,), strict=True)
+    return tuple(made)
 
 
 def make_pieces(
-    regions: Sequence[FlatParameter], ranks: int, *, at_rest: bool
-) -> Pieces:
-    """Return pieces over ``ranks`` ranks of the full buffers of ``regions``."""
-    made = Pieces(at_rest, [], [], [], ())
+    plan: UnitPlan, regions: Sequence[FlatParameter]
+) -> memory.Pieces | None:
+    """Return the pieces of the full buffers of ``regions`` that stay, if any."""
+    ranks = plan.piece_ranks
+    if not ranks or not regions:
+        return None
+    made = memory.Pieces(plan.has_rest, [], [], [])
     for region in regions:
         shards, numel = region.layout.world_size // ranks, region.layout.shard_numel
         # The buffers outlive an inference mode of the caller.
@@ -264,7 +264,6 @@ def make_pieces(
         if region.full.own_slice is not None:
             with memory.outside_inference():
                 made.inputs[-1] = buffer[own * numel : (own + 1) * numel]
-                made.fills += tuple(fills_into(region, made.inputs[-1]))
         memory.free(buffer)
     return made
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm.device import Waitable, make_events
 from composable_fsdp.comm.groups import Groups
-from composable_fsdp.flat.memory import FullMemory
+from composable_fsdp.flat.memory import FullMemory, Pieces
 from composable_fsdp.flat.param_form import Forms
-from composable_fsdp.flat.pieces import Pieces
 from composable_fsdp.flat.reduce_rule import ReduceRule
 from composable_fsdp.flat.region import FlatParameter, FullBuffer, TrainableRegion
 from composable_fsdp.flat.use_order import NO_LOGS
@@ -178,6 +177,9 @@ class ShardWrites:
     writes. Empty before the first; ``None`` as long as the unit is never kept full."""
     steps: int = 0
     """Optimizer steps over the unit's leaves since counting began."""
+    steps_per_reduction: int = 0
+    """1 if values stay beside the shards: then a reduction, or a load, counts as a step
+    on all ranks. A write shows on ranks with elements alone, as does ``.grad``."""
     flat_parameters: tuple[nn.Parameter, ...] = ()
     """Flat parameters of the regions for which ``flat_of`` created a flat parameter."""
 

@@ -69,6 +69,11 @@ class UnitPlan:
         return Ways(*attrgetter(*Ways._fields)(self))
 
     @property
+    def keeps_values(self) -> bool:
+        """Whether values stay from step to step beside the shards."""
+        return self.parameter_ranks < self.shard_world_size
+
+    @property
     def stays_full(self) -> bool:
         """Whether full parameters stay from step to step, beside sharded states."""
         return self.parameter_ranks == 1 < self.shard_world_size

@@ -17,7 +17,6 @@ from composable_fsdp.flat.param_ref import record_replaced
 from composable_fsdp.flat.value_hash import hash_values, have_values
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.hooks import install_hooks
-from composable_fsdp.runtime.unshard import record_gathers
 from composable_fsdp.tree.initial_weights import InitialWeights, in_slot_order
 from composable_fsdp.tree.moments import FORMS_TAKEN, UNIT_BUILT
 from composable_fsdp.tree.state import OWNERS, _FSDPState
@@ -62,10 +61,6 @@ def build_units(
             record_replaced(handle, given, target.parameters)
         if not handle.layout.on_meta:
             initial.mark(handle.layout)
-        reshards = target.plan.reshards
-        stays = not reshards and target.plan.stays_full
-        if stays:
-            record_gathers(handle)
         first = state is root_state
         options = target.plan.options
         state.fill(
@@ -77,9 +72,9 @@ def build_units(
             ranks=ranks,
             initial=initial,
             settings=UnitSettings(
-                None if reshards else False,
+                None if target.plan.reshards else False,
                 prefetches_forward=options.forward_prefetch,
-                reshard_after_backward=not stays,
+                reshard_after_backward=not target.plan.stays_full,
             ),
         )
         if not first:

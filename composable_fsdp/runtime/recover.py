@@ -321,9 +321,6 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
     # read.
     offload.synchronize_copy_stream(context)
     handle = state.handle
-    for form in (handle.form, handle.other_form):
-        if form is not None and form.pieces is not None:
-            form.pieces.filled_at = ()  # the caller may write shards
     if handle.residency is not UNSHARDED and handle.residency is not COPIES_SHOWN:
         # The unit is kept full for backward, and the user has assigned ``p.data``.
         if handle.residency is not SHARDED and not shards_are_unchanged(handle):
@@ -334,6 +331,7 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
 
 def free_all_full_params(state: _FSDPState) -> None:
     """Reshard a unit that was left full, because the caller will write the shards."""
+    state.handle.writes.steps += state.handle.writes.steps_per_reduction
     if state.handle.residency is not SHARDED:
         assert state.context is not None
         unshard.reshard(state.context, state.handle)
@@ -344,6 +342,7 @@ def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
     require_between_steps(state, what)
     context = ensure_root(state)
     for handle in context.handles:
+        handle.writes.steps += handle.writes.steps_per_reduction
         if handle.kept or handle.residency is not SHARDED:
             unshard.end_use(context, handle, reshards=True, kept=False)
     unshard.free_oldest(context, keep=0)

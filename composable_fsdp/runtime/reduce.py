@@ -137,6 +137,8 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
         clear_arrived(handle)
         handle.reduction.held = None
     handle.reduction.due = False
+    if final:
+        handle.writes.steps += handle.writes.steps_per_reduction
     reduction = Reduction(handle, [], arrived, final=final)
     context.reducing, handle.reduction.in_flight = reduction, True
     if not context.streams.host_waits:

@@ -98,10 +98,11 @@ def _gather(
     work, ref = None, handle.groups.shard_ref
     if handle.form.pieces is not None and _fill_pieces(context, handle):
         shards, ref = handle.form.pieces.buffers, handle.groups.kept_ref
-    if handle.form.wired:
-        encode_shards(handle)
-    for own_slice, shard in handle.form.fills:
-        copy_async(own_slice, shard)
+    else:
+        if handle.form.wired:
+            encode_shards(handle)
+        for own_slice, shard in handle.form.fills:
+            copy_async(own_slice, shard)
     if ref is not None:
         group = ref.ref() or ref.get()  # ``get`` raises if the group was destroyed
         # An object of the user stands in through the door of FSDP2.
@@ -133,7 +134,7 @@ def _fill_pieces(context: RuntimeContext, handle: FlatParamHandle) -> bool:
     assert ref is not None
     for buffer in pieces.buffers:
         allocate(buffer)
-    for own, shard in pieces.fills:
+    for own, shard in handle.form.fills:
         copy_async(own, shard)
     operation = Operation(
         ref.operations, "all_gather", handle.full_fqn, handle.phase, pieces.buffers[0]
@@ -144,7 +145,7 @@ def _fill_pieces(context: RuntimeContext, handle: FlatParamHandle) -> bool:
             pieces.buffers, pieces.inputs, ref.get(), operation=operation
         )
     except BaseException:
-        pieces.leave()
+        pieces.leave(own for own, _ in handle.form.fills)
         raise
     pieces.filled_at = now if trains else ()
     return True
@@ -250,13 +251,13 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         context.streams.wait_for_caller()
         residency.drop_full(handle)
         return
-    if handle.reduction.due and handle.form.needs_gather:
-        # A custom ``autograd.Function`` may return a saved parameter as a gradient;
-        # copy such a gradient before the memory is freed.
-        copy_waiting_views(handle)
     if not handle.form.needs_gather:
         residency.drop_full(handle)
         return
+    if handle.reduction.due:
+        # A custom ``autograd.Function`` may return a saved parameter as a gradient;
+        # copy such a gradient before the memory is freed.
+        copy_waiting_views(handle)
     if handle.form.pieces is not None:
         awaited = handle.phase is BACKWARD_PRE and not context.tasks
         handle.form.pieces.is_awaited = awaited

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from composable_fsdp.tools.machine import MACHINES as MACHINES
     from composable_fsdp.tools.machine import Machine as Machine
     from composable_fsdp.tools.memory import Activations as Activations
+    from composable_fsdp.tools.plan import replan as replan
     from composable_fsdp.tools.sharding_plan import Forecast as Forecast
     from composable_fsdp.tools.simulation import Simulation as Simulation
     from composable_fsdp.tools.step_time import StepTime as StepTime
@@ -22,6 +23,7 @@ _resolve, __all__ = resolver(
         "tools.describe": "Description",
         "tools.machine": "MACHINES Machine",
         "tools.memory": "Activations",
+        "tools.plan": "replan",
         "tools.sharding_plan": "Forecast",
         "tools.simulation": "Simulation",
         "tools.step_time": "StepTime",

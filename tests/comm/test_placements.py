@@ -51,6 +51,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"placement": HFSDP, "strategy": ShardingStrategy.ZERO1}, "not both"),
     ({"placement": Placement(states=("dp",))}, "mesh with dim 'dp'; the dims are"),
     ({"placement": Placement(S, ("shard:3",), S, S)}, "divisor n of the 2 ranks"),
+    ({"placement": Placement(S, ("shard:0",), S, S)}, "divisor n of the 2 ranks"),
     ({"placement": Placement(S, ("shard:x",), S, S)}, "divisor n of the 2 ranks"),
     ({"strategy": ShardingStrategy.HFSDP, "arena": Arena()}, "Leave arena out"),
     ({"strategy": ShardingStrategy.ZERO1, "arena": Arena()}, "Leave arena out"),

@@ -22,9 +22,8 @@ from composable_fsdp import (
     forecast,
     fully_shard,
     plan,
-    replan,
 )
-from composable_fsdp.tools import measure_activations
+from composable_fsdp.tools import measure_activations, replan
 from composable_fsdp.tools.fit import fit, smallest_world_size
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tools.unit_costs import Traffic

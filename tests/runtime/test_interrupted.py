@@ -122,7 +122,8 @@ def test_memory_that_the_backend_was_given_stays(
     x = torch.ones(2, 4)
     backward(model(x).sum())
     expected = gradients(model)
-    send, given = getattr(collectives, sent), []
+    send = getattr(collectives, sent)
+    given: list[torch.UntypedStorage] = []
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
         given.extend(buffer.untyped_storage() for buffer in args[at])

@@ -312,7 +312,7 @@ def _forms(handle: FlatParamHandle) -> list[FullForm]:
 def _free_buffers(handle: FlatParamHandle) -> None:
     """Free the old slots, which the views keep until they move into the new ones."""
     for form in _forms(handle):
-        for full in form.fulls:
+        for full in (*form.fulls, *(form.pieces.buffers if form.pieces else ())):
             memory.free(full)
     for region in handle.layout.trainable:
         memory.free(region.reduce.buffer)

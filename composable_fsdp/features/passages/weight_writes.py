@@ -45,6 +45,7 @@ def copy_writes(state: _FSDPState, *, all_values: bool) -> None:
         _copy_writes_to_shards(handle)
     if all_values:
         _copy_all_to_shards(handle)
+    handle.writes.steps += handle.writes.steps_per_reduction
     if was_current:
         # The shards changed to what the full parameters are.
         handle.writes.gathered_at = shard_versions(handle)
@@ -149,7 +150,7 @@ def _copy_all_to_shards(handle: FlatParamHandle) -> None:
             )
     for region in handle.layout.regions:
         if region.full.own_parts:
-            for own_part, part in fills_of(region):
+            for own_part, part in fills_of([region], None):
                 part.copy_(own_part)
         elif region.full.is_cut:
             start = region.rank * region.layout.shard_numel
