@@ -109,7 +109,8 @@ def test_each_name_is_torchs_under_its_path(path: str, name: str, thing: Any) ->
     if inspect.isfunction(thing):
         assert arguments(ours) == arguments(thing)
     elif issubclass(thing, enum.Enum):
-        assert list(ours.__members__) == list(thing.__members__)
+        theirs = list(thing.__members__)
+        assert list(ours.__members__)[: len(theirs)] == theirs
     elif name not in ("FlatParamHandle", "FlatParameter"):
         for method, value in vars(thing).items():
             if method == "__init__" or (

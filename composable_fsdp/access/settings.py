@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.nodes import twin_group
 from composable_fsdp.comm.operations import record
+from composable_fsdp.comm.placements import name_of
 from composable_fsdp.config import HYBRID
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.build import set_divisions
@@ -265,9 +266,9 @@ def register_comm_hook(
         is_more = plan.gradient_ranks < plan.shard_world_size
         if unit.options.strategy in HYBRID or is_more:
             raise CompositionError(
-                f"register_comm_hook was called with unit {unit.name} of "
-                f"{unit.options.chosen}: a hook reduces over one group to this rank's "
-                "part. Use FULL_SHARD, SHARD_GRAD_OP, ZERO2 or NO_SHARD."
+                f"register_comm_hook was called with unit {unit.name} of strategy "
+                f"{name_of(unit.options.chosen)}: a hook reduces over one group to "
+                "this rank's part. Use FULL_SHARD, SHARD_GRAD_OP, ZERO2 or NO_SHARD."
             )
         if unit.handle.rule.hook is not None:
             raise CompositionError(

@@ -127,7 +127,8 @@ class Grid(NamedTuple):
     ) -> tuple[str, ...]:
         """Return the dims that a name means; a part of a dim is put into ``sizes``."""
         base, is_part, ranks = name.partition(":")
-        known = (base,) if base in self.sizes else self.roles.get(base)
+        # A mesh (shard, context) shards over both, also if a strategy says "shard".
+        known = self.roles.get(base, (base,) if base in self.sizes else None)
         if known is None:
             raise PlanError(
                 f"{placement} expects a mesh with dim {quoted(base)}; the dims "

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp import ShardingStrategy
 from composable_fsdp.comm import collectives
+from composable_fsdp.config import HYBRID
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     adamw,
@@ -89,7 +90,7 @@ def test_training_equals_ddp_bit_by_bit(
 ) -> None:
     """Even and uneven rows, gradients cleared or zeroed, each rank late at times."""
     mesh = None
-    if "HYBRID" in strategy.name:
+    if strategy in HYBRID:
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     for hidden in HIDDEN.values():
         model = layers(hidden)

@@ -32,6 +32,7 @@ from composable_fsdp.access import (
     set_is_last_backward,
 )
 from composable_fsdp.comm import collectives
+from composable_fsdp.config import HYBRID as GRIDS
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.features import Arena, register_comm_hook
 from composable_fsdp.features.comm_hooks.hooks import (
@@ -114,7 +115,7 @@ def watched(world_size: int = 4) -> Iterator[StreamOrder]:
 
 def mesh_for(strategy: ShardingStrategy) -> DeviceMesh | None:
     """Two groups of two ranks, if replicas are asked for."""
-    if "HYBRID" not in strategy.name:
+    if strategy not in GRIDS:
         return None
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
 
