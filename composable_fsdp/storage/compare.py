@@ -126,10 +126,7 @@ class View(Source):
             self.param_groups = source.param_groups
             # None says that there is no optimizer.
             if rename is not None and self.param_groups is not None:
-                self.param_groups = [
-                    {**each, "params": [*self._renamed(dict.fromkeys(each["params"]))]}
-                    for each in self.param_groups
-                ]
+                self.param_groups = list(map(self._renamed_group, self.param_groups))
         if values:
             self.own_states, self.extra = self._renamed(source.own_states), source.extra
 
@@ -137,6 +134,11 @@ class View(Source):
         """Return a mapping by the new names, without names that are left out."""
         new = self._new
         return {new[name]: value for name, value in values.items() if name in new}
+
+    def _renamed_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a group with its members by the new names."""
+        members = self._renamed(dict.fromkeys(group["params"]))
+        return {**group, "params": list(members)}
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
         return self._told(self._source.read_model(self._old[name], start, stop))
