@@ -33,6 +33,8 @@ from composable_fsdp.tree.state import _get_module_fsdp_state
 
 _OF_DTENSORS = ("full_tensor", "placements", "device_mesh", "to_local")
 """Attributes of DTensor parameters that scripts read."""
+_MARK = "_composable_fsdp"
+"""An attribute of what is changed already; others may use ``wraps`` as well."""
 
 
 def change_torch() -> None:
@@ -42,14 +44,13 @@ def change_torch() -> None:
             # A property that raises, so ``hasattr`` stays False. DTensor parameters are
             # of another class, and keep their attributes.
             setattr(nn.Parameter, name, property(partial(_advise, name)))
-    # ``wraps`` marks what is changed already.
     function: Any = torch.nn.utils.clip_grad_norm_
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     cell = function.__closure__[names.index("func")] if "func" in names else None
-    if cell is not None and not hasattr(cell.cell_contents, "__wrapped__"):
+    if cell is not None and not hasattr(cell.cell_contents, _MARK):
         cell.cell_contents = _clip_by_kind(cell.cell_contents)
     scaler: Any = torch.amp.GradScaler
-    if not hasattr(scaler._unscale_grads_, "__wrapped__"):
+    if not hasattr(scaler._unscale_grads_, _MARK):
         scaler._unscale_grads_ = _unscale_by_kind(scaler._unscale_grads_)
         # FSDP2 keeps state of every parameter on every rank, with empty tensors.
         SHOWN_ON_ALL.append(_is_of_the_door)
@@ -69,6 +70,7 @@ def _clip_by_kind(plain: Any) -> Any:
         bound = dict(signature.bind(given, *args, **kwargs).arguments)
         return own_clip(bound.pop("parameters"), **bound)
 
+    setattr(clip, _MARK, True)
     return clip
 
 
@@ -97,6 +99,7 @@ def _unscale_by_kind(plain: Any) -> Any:
             return torchs()
         return unscale_together(optim, torchs, found_inf, list(dict.fromkeys(groups)))
 
+    setattr(unscale, _MARK, True)
     return unscale
 
 

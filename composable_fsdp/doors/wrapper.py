@@ -95,9 +95,13 @@ class FullyShardedDataParallel(Attributes, PlainNames):
         cls, module: object = None, *args: object, **kwargs: object
     ) -> FullyShardedDataParallel:
         """Return a wrapper unchanged; ``__init__`` then compares the settings."""
-        # A subclass may have arguments of its own.
-        if cls is FullyShardedDataParallel:
-            _refuse_unknown(kwargs)
+        own = [*inspect.signature(FullyShardedDataParallel).parameters]
+        # Python's own TypeError would not translate names of ``fully_shard``. A
+        # subclass may have arguments of its own.
+        if cls is FullyShardedDataParallel and (unknown := sorted({*kwargs} - {*own})):
+            names = {"policy": "auto_wrap_policy", "strategy": "sharding_strategy"}
+            api, origin = cls.__name__, "these are names of fully_shard: {}"
+            raise TypeError(unknown_text(unknown, own, api, names, origin))
         return module if isinstance(module, cls) else super().__new__(cls)
 
     def __init__(
@@ -405,13 +409,3 @@ def _require_plain_module(module: object, *, again: bool) -> None:
             "FullyShardedDataParallel got a module that is wrapped already. Wrap "
             "the plain module, or pass wrapper.module."
         )
-
-
-def _refuse_unknown(given: Iterable[str]) -> None:
-    """Raise TypeError for arguments that the wrapper does not have."""
-    # Python's own TypeError would not translate names of ``fully_shard``.
-    own = [*inspect.signature(FullyShardedDataParallel).parameters]
-    if unknown := sorted(set(given) - set(own)):
-        names = {"policy": "auto_wrap_policy", "strategy": "sharding_strategy"}
-        api, origin = "FullyShardedDataParallel", "these are names of fully_shard: {}"
-        raise TypeError(unknown_text(unknown, own, api, names, origin))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -146,9 +147,13 @@ def newest_in(path: str) -> Folder | None:
 
 def last_time(path: str) -> int:
     """Return the time in the manifest in ``path`` that was written last, or 0."""
-    # A save opens a single one, however many checkpoints there are.
-    last = max(folders_in(path), key=lambda each: each.written, default=None)
-    return last.age[0] if last is not None and last.written else 0
+    times = {each: each.written for each in folders_in(path)}
+    last = max(times.values(), default=0)
+    # A save opens a single one, however many checkpoints there are; or all after a
+    # clock was set back, when times of files are out of order, too.
+    every = last >= time.time_ns()
+    asked = [each for each, at in times.items() if at and (every or at == last)]
+    return max((each.age[0] for each in asked), default=0)
 
 
 def is_part(file: str) -> bool:

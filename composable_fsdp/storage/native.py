@@ -160,7 +160,9 @@ class NativeSource(Source):
         self._part_runs: dict[str, PartRuns] = {}
         self._staged: list[Tensor] | None = None
         self.local_ranks, self.saved_ranks = len(manifest.local), len(manifest.per_rank)
-        self.local_tensors = _local_names(manifest.local)
+        told = [n for own in manifest.local for t in own.tensors for n in t.fqns]
+        states = [name for own in manifest.local for name in own.own_states]
+        self.local_tensors = frozenset(told + states)
         self.wrappers = manifest.wrappers
         own = _local_of(manifest.local, None)
         self._index(own)
@@ -376,9 +378,3 @@ def _local_of(ranks: Sequence[Local], rank: int | None) -> Local:
     """Return what ``rank`` has saved for itself; nothing for another rank."""
     is_there = rank is not None and rank < len(ranks)
     return ranks[rank or 0] if is_there else Local((), {}, None)
-
-
-def _local_names(ranks: Sequence[Local]) -> frozenset[str]:
-    """Return the names of all that ranks have saved for themselves."""
-    names = {name for own in ranks for each in own.tensors for name in each.fqns}
-    return frozenset(names.union(*(own.own_states for own in ranks)))

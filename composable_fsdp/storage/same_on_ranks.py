@@ -193,10 +193,14 @@ def tell_copies(
             continue
         told = [facts.setdefault(group, {}) for group in groups]
         for key, value in states.get(id(param.tensor), {}).items():
-            # Elements would take a pass over memory; dtypes differ for free.
-            is_cut = param.has_elements(key, value)
             where = f"{param.names[0]} (state {key!r})"
-            text = f"elements of {value.dtype}" if is_cut else text_of(value, where)
+            # Elements would take a pass over memory; dtypes differ for free.
+            if param.has_elements(key, value):
+                text = f"elements of {value.dtype}"
+            elif isinstance(value, Tensor) and value.ndim == 0:
+                text = f"{value.item()!r} of {value.dtype}"
+            else:
+                text = text_of(value, where)
             for each in told:
                 each[where] = text
 

@@ -434,9 +434,10 @@ def async_save(
         # Before the future ends, for which the next save waits, which reuses it.
         memory.is_used = False
         if failure is not None:
+            # Before the log, whose handlers may raise: the next save waits for it.
+            future.set_exception(failure)
             # The next call raises it, and there may be none.
             _log.error("The asynchronous save of %s failed: %s", job.path, failure)
-            future.set_exception(failure)
         else:
             future.set_result(None)
 

@@ -99,9 +99,12 @@ def test_parameters_outside_of_children_are_told_when_optimized_by_hand(
     world: World,
 ) -> None:
     """No forward would gather them; ties between children have no root above."""
+    held_twice = Loose()
+    held_twice.scale = held_twice.first.head.weight
     with as_torchrun(world):
-        with pytest.raises(CompositionError, match=r"'scale' belong to no child"):
-            fitted(world, Loose(), "composable_fsdp")
+        for module in (Loose(), held_twice):
+            with pytest.raises(CompositionError, match=r"'scale' belong to no child"):
+                fitted(world, module, "composable_fsdp")
         with pytest.raises(
             CompositionError, match=r"'first.head.weight' belong .* several"
         ):

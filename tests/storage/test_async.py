@@ -79,7 +79,7 @@ def test_a_second_save_waits_for_the_first(ranks: RankCount, tmp_path: Path) -> 
     assert newest.path.endswith("step-3")
 
 
-def check_failure(world: World, folder: Path) -> tuple[str, str, str]:
+def failures(world: World, folder: Path) -> tuple[str, str, str]:
     model = make("composable")
     with full_disk(world.rank == 1):
         future = async_save(folder / "step-1", model)
@@ -94,6 +94,14 @@ def check_failure(world: World, folder: Path) -> tuple[str, str, str]:
             time.sleep(0.01)
     world.barrier()
     return unseen, seen, message_of(lambda: save(folder / "step-4", model))
+
+
+def check_failure(world: World, folder: Path) -> tuple[str, str, str]:
+    with mock.patch.object(vars(saving)["_log"], "error") as log:
+        told = failures(world, folder)
+    # There may be no next call.
+    assert log.call_count == 2
+    return told
 
 
 @pytest.mark.req("X-26")

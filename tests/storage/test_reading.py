@@ -135,6 +135,18 @@ def test_blocks_of_any_size_and_any_run_of_slices_are_read_right(
 
 
 @pytest.mark.req("K-05")
+def test_values_beside_the_model_are_no_views_of_a_file(tmp_path: Path) -> None:
+    """A file that is written anew must not change what a caller holds."""
+    file = tmp_path / "old.pt"
+    torch.save({"model": {"w": torch.zeros(4)}, "noise": torch.full((99,), 5.0)}, file)
+    found = open_source(file).extra["noise"]
+
+    with file.open("r+b") as opened:
+        opened.write(bytes(file.stat().st_size))
+
+    assert found.tolist() == [5.0] * 99
+
+
 def test_a_load_is_a_write_for_autograd(tmp_path: Path) -> None:
     """A backward through weights of before the load raises."""
     model = nn.Linear(3, 3)

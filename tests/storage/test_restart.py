@@ -32,7 +32,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage import commit, remove_stale
 from composable_fsdp.storage import save as saving
 from composable_fsdp.storage.commit import newest_in
-from composable_fsdp.storage.directory import open_plain
+from composable_fsdp.storage.directory import MANIFEST, open_plain
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.crash import POINTS, killed_at
 from tests.support.on_ranks import on_ranks
@@ -214,6 +214,21 @@ def test_a_save_is_the_newest_also_after_a_clock_that_was_ahead(tmp_path: Path) 
 
     assert opened.call_count == 1
     assert value_in(tmp_path) == 4.0
+
+
+@pytest.mark.req("K-03")
+def test_saves_are_the_newest_also_after_a_clock_that_was_set_back(
+    tmp_path: Path,
+) -> None:
+    """The times of files are out of order then; so may be the numbers of a rerun."""
+    ahead = 4 * 10**18
+    with mock.patch("time.time_ns", return_value=ahead):
+        save(tmp_path / "step-9", model(9.0))
+    os.utime(tmp_path / "step-9" / MANIFEST, ns=(ahead, ahead))
+
+    for number in (3, 2):
+        save(tmp_path / f"step-{number}", model(float(number)))
+        assert value_in(tmp_path) == number
 
 
 @pytest.mark.req("K-04")

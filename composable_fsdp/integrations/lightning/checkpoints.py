@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -108,9 +109,10 @@ def read_full(
 
     Raises: CheckpointError, for objects in the file, unless ``weights_only`` is False.
     """
-    in_memory = isinstance(file, io.BytesIO)
+    # Files of torch before 1.6 are no archives and cannot be mapped.
+    mapped = not isinstance(file, io.BytesIO) and zipfile.is_zipfile(file)
     try:
-        return torch.load(file, "cpu", weights_only=weights_only, mmap=not in_memory)
+        return torch.load(file, "cpu", weights_only=weights_only, mmap=mapped)
     except Exception as error:
         # Damaged and missing files keep their own errors.
         text = str(error)

@@ -100,7 +100,10 @@ def _children(module: nn.Module, kept: set[int]) -> list[nn.Module]:
     parts = list(_callable_parts(module))
     holders = Counter(id(p) for part in parts for p in part.parameters())
     # A parameter of the module itself, or of a container, has no forward that could
-    # gather it, and a tied one has several.
+    # gather it (also if a child holds it, too), and a tied one has several.
+    inner = {each for part in parts for each in part.modules()}
+    for each in set(module.modules()) - inner:
+        holders.update({id(p): 2 for p in each.parameters(recurse=False)})
     alone = [
         name
         for name, parameter in module.named_parameters()

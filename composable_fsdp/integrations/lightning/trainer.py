@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partialmethod, wraps
+from functools import partialmethod
 from typing import Any
 
 import lightning.pytorch as pl
@@ -295,8 +295,9 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, DDPStrategy):
 def _reads_shards(own: Any) -> Any:
     """Return ``pl_load`` of ``load_from_checkpoint`` that reads sharded ones, too."""
 
-    @wraps(own)
-    def read(path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
+    def read_shards(
+        path: Any, map_location: Any = None, weights_only: Any = None
+    ) -> Any:
         # Users also pass open files.
         is_path = isinstance(path, (str, os.PathLike))
         if not is_path or not checkpoints.is_sharded_checkpoint(path):
@@ -308,10 +309,10 @@ def _reads_shards(own: Any) -> Any:
             return whole
         return _pytree.tree_map_only(Tensor, lambda each: each.to(map_location), whole)
 
-    return read
+    return read_shards
 
 
 # The module may be reloaded, as in notebooks.
-if not hasattr(saving.pl_load, "__wrapped__"):
+if getattr(saving.pl_load, "__name__", "") != "read_shards":
     saving.pl_load = _reads_shards(saving.pl_load)
 ComposableFSDPStrategy.register_strategies(StrategyRegistry)

@@ -244,7 +244,8 @@ def read_all(value: Any, read: dict[Hashable, Tensor] | None = None) -> Any:
     """Return ``value`` with all tensors read; with ``read``, tied names share one."""
     if isinstance(value, LazyTensor):
         if read is None:
-            return value.whole()
+            # A clone, because ``read`` may return a view of a mapped file.
+            return value.whole().clone()
         if value.storage not in read:
             read[value.storage] = value.whole()
         return read[value.storage]
