@@ -31,12 +31,7 @@ from composable_fsdp.tools.memory import (
 from composable_fsdp.tools.plan_report import report_of, text_of
 from composable_fsdp.tools.step_memory import StepMemory, memory_of_step
 from composable_fsdp.tools.step_time import StepTime, time_of_step
-from composable_fsdp.tools.unit_costs import (
-    Traffic,
-    UnitMemory,
-    rest_bytes,
-    traffic_of,
-)
+from composable_fsdp.tools.unit_costs import Traffic, UnitMemory, rest_bytes, traffic_of
 
 
 @dataclass(frozen=True, slots=True)
