@@ -1,4 +1,4 @@
-"""The exceptions of this package.
+"""The exceptions and warnings of this package.
 
 ::
 
@@ -20,6 +20,11 @@ a rank.
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import warnings
+from pathlib import Path
+
 import torch.distributed as dist
 
 __all__ = [
@@ -32,6 +37,20 @@ __all__ = [
     "PhaseError",
     "PlanError",
 ]
+
+PACKAGE = f"{Path(__file__).parent}/"
+TORCH = f"{Path(dist.__file__).parents[1]}/"
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user that led here."""
+    frame, inner = sys._getframe(1), (PACKAGE, TORCH, contextlib.__file__)
+    # The last frame if no other is found: a thread of autograd has none of the user.
+    while (back := frame.f_back) and frame.f_code.co_filename.startswith(inner):
+        frame = back
+    seen = frame.f_globals.setdefault("__warningregistry__", {})
+    at = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
+    warnings.warn_explicit(text, category, *at, seen)
 
 
 class FSDPError(Exception):

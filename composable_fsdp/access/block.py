@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, _GeneratorContextManager
 from typing import Any, ParamSpec, cast
+
+from composable_fsdp.errors import warn
 
 P = ParamSpec("P")
 
@@ -26,10 +27,9 @@ class _Block(_GeneratorContextManager[None]):
     def __del__(self) -> None:
         if not hasattr(self, "_is_used") and hasattr(self, "func"):
             name = self.func.__name__
-            warnings.warn(
+            warn(
                 f"{name}(...) without `with` did nothing: write `with {name}(...):`.",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
 

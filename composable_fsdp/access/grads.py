@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from composable_fsdp.access.block import block
 from composable_fsdp.access.norms import as_number, as_order, norm_of
 from composable_fsdp.access.settings import set_reshard, units_of
+from composable_fsdp.errors import warn
 from composable_fsdp.tree.moments import NAME_NONFINITE
 
 
@@ -106,7 +106,7 @@ def clip_grad_norm_(
     # so the test comes last.
     held = any(p.numel() for p in found.chosen.values())
     if not gradients and held and not total.item():
-        warnings.warn(_NO_GRADIENTS, stacklevel=2)
+        warn(_NO_GRADIENTS)
     if error_if_nonfinite and not total.isfinite():
         bad = " ".join(name(found) for name in NAME_NONFINITE)
         raise RuntimeError(

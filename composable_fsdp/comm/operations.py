@@ -18,7 +18,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
-from pathlib import Path
 from threading import Thread, current_thread
 from time import time_ns
 from types import FrameType
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.comm.ranges import collective_range, profiler
-from composable_fsdp.errors import CollectiveError, FSDPError
+from composable_fsdp.errors import PACKAGE, CollectiveError, FSDPError
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase
 
@@ -363,7 +362,7 @@ class _Ours(dict[str, bool]):
     """By file name: whether the file is in this package."""
 
     def __missing__(self, name: str) -> bool:
-        found = self[name] = Path(name).is_relative_to(Path(__file__).parents[1])
+        found = self[name] = name.startswith(PACKAGE)
         return found
 
 

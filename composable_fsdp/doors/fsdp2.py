@@ -6,7 +6,6 @@ changes classes. Parameters stay plain tensors, as everywhere.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Concatenate, ParamSpec, Protocol, cast, overload
@@ -29,7 +28,7 @@ from composable_fsdp.doors.fsdp2_policies import (
 )
 from composable_fsdp.doors.fsdp2_torch import change_torch
 from composable_fsdp.entries import fully_shard as own
-from composable_fsdp.errors import PlanError
+from composable_fsdp.errors import PlanError, warn
 from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import quoted
 from composable_fsdp.state_dict.settings import set_unit_type
@@ -215,10 +214,9 @@ def _reshards(
             over = ("shard",)
             return {"placement": Placement(over, (f"shard:{given}",), over, over)}, True
         if given == 1:
-            warnings.warn(
+            warn(
                 "reshard_after_forward=1 keeps full parameters, as False. Pass True to "
                 "free them.",
-                stacklevel=3,
             )
         # With a single rank both answers are right, and False sends less.
         given = given > 1
@@ -254,9 +252,8 @@ def _require_rows(
     # One warning for a call, because a function answers alike for a whole model.
     if columns:
         more = f" and {len(columns) - 1} more" if columns[1:] else ""
-        warnings.warn(
+        warn(
             f"shard_placement_fn asks for another dim than 0 for {columns[0]}{more}. "
             "Flat buffers are cut between rows, and the numbers of rows need not be "
             "divisible, so the dim changes no value. Leave shard_placement_fn out.",
-            stacklevel=3,
         )

@@ -7,7 +7,6 @@ concerns memory, streams or communicators raises; no result depends on such a me
 from __future__ import annotations
 
 import copyreg
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NoReturn
 
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from composable_fsdp.access import manual, settings
-from composable_fsdp.errors import CompositionError
+from composable_fsdp.errors import CompositionError, warn
 from composable_fsdp.features.init_weights import apply_whole
 from composable_fsdp.features.wires import custom
 
@@ -95,11 +94,10 @@ class FSDPModule(nn.Module):
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Do as ``set_gradient_divide_factor``, which replaces this name."""
-        warnings.warn(
+        warn(
             "set_reduce_scatter_divide_factor is deprecated, as in FSDP2. Use "
             "set_gradient_divide_factor.",
             DeprecationWarning,
-            stacklevel=2,
         )
         self.set_gradient_divide_factor(factor)
 
@@ -136,12 +134,11 @@ class FSDPModule(nn.Module):
         state = settings.state_of_unit(self, "set_unshard_in_backward")
         # Hooks of backward read the full leaves, which a sharded unit does not show.
         if not unshard_in_backward:
-            warnings.warn(
+            warn(
                 f"set_unshard_in_backward(False) is ignored for {state.handle.name}: "
                 "backward reads the full parameters of a unit, if only to place their "
                 "gradients. To save the all-gather, call "
                 "set_reshard_after_forward(False, recurse=False) on this module.",
-                stacklevel=2,
             )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

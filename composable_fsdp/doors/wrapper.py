@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -40,7 +39,7 @@ from composable_fsdp.config import (
 from composable_fsdp.doors.wrapper_attributes import Attributes, attribute_of
 from composable_fsdp.doors.wrapping import PlainNames, post_order_apply
 from composable_fsdp.entries.fully_shard import fully_shard, unknown_text
-from composable_fsdp.errors import CompositionError
+from composable_fsdp.errors import CompositionError, warn
 from composable_fsdp.features.init_weights import apply_whole
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
 from composable_fsdp.optim import keys, legacy, load, save
@@ -138,11 +137,10 @@ class FullyShardedDataParallel(Attributes, PlainNames):
         _require_plain_module(module, again=again)
         # A warning and no error, so that FSDP1 scripts which pass False run unchanged.
         if not use_orig_params:
-            warnings.warn(
+            warn(
                 "use_orig_params=False is taken as True: composable_fsdp always keeps "
                 "the original parameters. Drop the argument; an optimizer over flat "
                 "ones is made of composable_fsdp.features.flat_parameters(model).",
-                stacklevel=2,
             )
         fully_shard(
             self.module if again else module,

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -25,7 +24,7 @@ from composable_fsdp.comm.meshes import resolve_ranks
 from composable_fsdp.comm.nodes import sizes_for
 from composable_fsdp.compose.registry import API
 from composable_fsdp.config import TiedParams
-from composable_fsdp.errors import CompositionError, PlanError
+from composable_fsdp.errors import CompositionError, PlanError, warn
 from composable_fsdp.flat.handle import LEAVES, find_leaf
 from composable_fsdp.naming import WRAPPED_MODULE, join_name, quoted
 from composable_fsdp.planning.assign import PlanRequest, make_request
@@ -235,11 +234,10 @@ def _keep_full_precision(units: Sequence[Target], options: UnitOptions) -> None:
             keep(module)
     found = {c.__name__ for module in kept for c in classes if isinstance(module, c)}
     if found:
-        warnings.warn(
+        warn(
             f"Mixed precision and a policy were given, and the tree has modules of "
             f"{', '.join(sorted(found))}: each becomes a unit of its own without mixed "
             "precision (MixedPrecision(_module_classes_to_ignore=()) casts them, too).",
-            stacklevel=2,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.errors import CheckpointError
+from composable_fsdp.errors import CheckpointError, warn
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import ParamRef, find_param
@@ -247,13 +246,12 @@ def names_of(model: nn.Module) -> dict[int, str]:
         names.setdefault(id(parameter), strip_wrapper(name))
     moved = [key for key, name in names.items() if name not in places.get(key, [name])]
     if moved:
-        warnings.warn(
+        warn(
             f"{type(model).__name__}.named_parameters() gives {names[moved[0]]!r} for "
             f"the parameter at {places[moved[0]][0]!r}"
             f"{f' (and so on, {len(moved)} in all)' if len(moved) > 1 else ''}: some "
             "module overrides named_parameters or named_modules. Optimizer states are "
             "keyed by the names that it gives.",
-            stacklevel=2,
         )
     return {**{key: found[0] for key, found in places.items()}, **names}
 

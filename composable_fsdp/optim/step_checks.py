@@ -7,7 +7,6 @@ first step tells of others. Parameters that every rank holds whole take any opti
 from __future__ import annotations
 
 import hashlib
-import warnings
 import weakref
 from collections import Counter
 from operator import attrgetter
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 
 from composable_fsdp.access.unsharded_unit import UNSHARDED
 from composable_fsdp.comm.agreement import Peers, can_compare
-from composable_fsdp.errors import CompositionError, PhaseError
+from composable_fsdp.errors import CompositionError, PhaseError, warn
 from composable_fsdp.flat.flat_parameter import (
     FlatParamRecord,
     find_flat,
@@ -358,13 +357,12 @@ def misfit_text(
 
 def _warn_of_unreduced(optim: Optimizer, plain: list[nn.Parameter], rank: int) -> None:
     """Warn of gradients, of parameters outside units, that differ between ranks."""
-    warnings.warn(
+    warn(
         f"{type(optim).__name__} steps {len(plain)} parameters that no unit holds, of "
         f"shapes {listed(tuple(p.shape) for p in plain)}; expected equal gradients on "
         f"all ranks, and those of ranks {dist.get_rank()} and {rank} differ: nothing "
         "reduces them, and the ranks drift apart. Call fully_shard on the whole model "
         "after its parts, replicate what is left, or name them in ignored_states.",
-        stacklevel=5,
     )
 
 

@@ -6,7 +6,6 @@ sharded or its parameter lists changed. Later steps pay for three look-ups.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from itertools import chain, compress
@@ -20,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from composable_fsdp.errors import CheckpointError
+from composable_fsdp.errors import CheckpointError, warn
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.gradients import has_arrived
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, find_leaf
@@ -182,12 +181,11 @@ def _warn_of_unreduced(optim: Optimizer, met: _KnownOptimizer) -> None:
     """Warn of units whose gradients wait for a reduction, which this step passes by."""
     waiting = [handle.name for handle in met.units() if has_arrived(handle)]
     if waiting:
-        warnings.warn(
+        warn(
             f"{type(optim).__name__}.step() was called while gradients of "
             f"{listed(waiting)} wait for a reduction (a backward under no_sync, or "
             "without gradient synchronization): the step does not train them. Run the "
             "last backward before the step outside no_sync.",
-            stacklevel=5,
         )
 
 

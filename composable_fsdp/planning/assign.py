@@ -6,7 +6,6 @@ units is refused, or promoted to the lowest unit above all these places.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from composable_fsdp.compose.registry import (
     other_apis,
 )
 from composable_fsdp.config import TiedParams
-from composable_fsdp.errors import CompositionError, PlanError
+from composable_fsdp.errors import CompositionError, PlanError, warn
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.checks import (
@@ -173,7 +172,7 @@ def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Uni
     for module in modules:
         _check_root(module, request.api)
         if module in request.ignored_modules:
-            warnings.warn(_IGNORED_ITSELF.format(type(module).__name__), stacklevel=2)
+            warn(_IGNORED_ITSELF.format(type(module).__name__))
     done = _Walk(modules, _units_below(modules, request), request)
     units, found = done.units, done.found
     # Comparing intervals sorts all parameters; the cheap test on storages comes first.

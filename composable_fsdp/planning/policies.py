@@ -9,13 +9,12 @@ FSDP1's functions ``(module, recurse, nonwrapped_numel) -> bool`` (``choose_unit
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from composable_fsdp.errors import PlanError
+from composable_fsdp.errors import PlanError, warn
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
 
@@ -72,11 +71,10 @@ class ModuleWrapPolicy:
         if not found:
             classes = sorted({type(m).__name__ for m in tree})
             more = ", ..." if len(classes) > _SHOWN else ""
-            warnings.warn(
+            warn(
                 f"{self!r} matches no module of this {type(root_module).__name__}, so "
                 f"all of it is one unit. Its modules are {', '.join(classes[:_SHOWN])}"
                 f"{more}; name those that repeat.",
-                stacklevel=2,
             )
         return {m: dict(root_kwargs) for m in found if m not in ignored_modules}
 

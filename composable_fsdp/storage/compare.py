@@ -5,7 +5,6 @@ Before any value is verified or copied. A checkpoint can be shown under other na
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.errors import CheckpointError
+from composable_fsdp.errors import CheckpointError, warn
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.storage.contents import Contents, Held
 from composable_fsdp.storage.source import Copy, Source
@@ -350,9 +349,8 @@ class LoadReport:
     def warn(self) -> None:
         """Warn with a list of the differences, if there are any."""
         if not self.is_empty():
-            warnings.warn(
+            warn(
                 f"load left out what does not fit. {' '.join(self._lines())}",
-                stacklevel=5,  # warn, load, inference_mode, takes_optimizer
             )
 
 

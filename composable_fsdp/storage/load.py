@@ -11,7 +11,6 @@ No tensor of the model changes before all ranks agree.
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable_fsdp.errors import CheckpointError
+from composable_fsdp.errors import CheckpointError, warn
 from composable_fsdp.naming import listed, quoted, takes_optimizer
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.runtime.meta_values import unfilled_buffers
@@ -159,11 +158,10 @@ def load(
     if not job.options.strict and report is None:
         job.report.warn()
     if names := listed(map(quoted, unfilled_buffers(module))):
-        warnings.warn(
+        warn(
             f"load filled what the checkpoint has; buffers {names} are not persistent, "
             "were on meta and have memory without values (to_empty). Set them before "
             "the first forward, which raises otherwise.",
-            stacklevel=4,  # load, inference_mode, takes_optimizer, the caller
         )
     return value
 

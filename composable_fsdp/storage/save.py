@@ -15,7 +15,6 @@ import ctypes
 import logging
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.errors import CheckpointError
+from composable_fsdp.errors import CheckpointError, warn
 from composable_fsdp.naming import listed, takes_optimizer
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.storage.commit import (
@@ -222,7 +221,7 @@ def prepare(
         # all ranks, as any other.
         with own:
             if text and team.rank == 0:
-                warnings.warn(text, stacklevel=5)  # through save and two decorators
+                warn(text)
     except BaseException:
         if ending:
             discard(target, ending)
@@ -295,10 +294,9 @@ def _finish(job: Job, told: list[RankPart]) -> None:
         # Older checkpoints go last: at every moment at least one is complete.
         if problems := remove_older(job.path, job.options.keep, set(sizes)):
             # The checkpoint itself is good, so training must go on.
-            warnings.warn(
+            warn(
                 f"{job.path} was committed; older checkpoints could not be removed: "
                 f"{listed(problems)}. The next save tries again.",
-                stacklevel=2,
             )
     except Exception as error:
         # Raised on all ranks alike, as any error of a save; also a warning, if they are

@@ -11,7 +11,6 @@ import gc
 import json
 import mmap
 import os
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composable_fsdp.errors import CheckpointError
+from composable_fsdp.errors import CheckpointError, warn
 from composable_fsdp.naming import quoted
 from composable_fsdp.storage.directory import named_errors, open_new
 from composable_fsdp.storage.manifest import BLOCK, CODES, File
@@ -77,10 +76,9 @@ def host_buffer(nbytes: int, *, pinned: bool = False) -> Tensor:
         code = int(_cudart().cudaHostRegister(address, len(buffer), 1))
         if code:
             # Copies to pageable memory have the same values, and take longer.
-            warnings.warn(
+            warn(
                 f"CUDA refused to pin {len(buffer)} bytes of memory (error {code}): "
                 "async_save copies more slowly. Free memory, or raise ulimit -l.",
-                stacklevel=2,
             )
         else:
             buffer.address = address

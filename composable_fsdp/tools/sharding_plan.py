@@ -31,7 +31,7 @@ from composable_fsdp.tools.memory import (
 from composable_fsdp.tools.plan_report import report_of, text_of
 from composable_fsdp.tools.step_memory import StepMemory, memory_of_step
 from composable_fsdp.tools.step_time import StepTime, time_of_step
-from composable_fsdp.tools.unit_costs import Traffic, UnitMemory, traffic_of
+from composable_fsdp.tools.unit_costs import Traffic, UnitMemory, rest_bytes, traffic_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +329,7 @@ class Forecast:
 
     @cached_property
     def rows(self) -> tuple[UnitRow, ...]:
-        """A row per group of equal units; the columns sum to the plan's totals."""
+        """A row per group of equal units; parameters with full ones that stay."""
         # Equal units may have unequal traffic: the first trainable unit ends backward.
         traffic = self.plan.unit_traffic()
         return tuple(
@@ -337,7 +337,7 @@ class Forecast:
                 fold,
                 fold.times * sum(region.numel for region in fold.unit.regions),
                 fold.times * sum(region.padded_numel for region in fold.unit.regions),
-                fold.times * fold.unit.parameter_bytes,
+                fold.times * (fold.unit.parameter_bytes + rest_bytes(fold.unit)),
                 fold.times * fold.unit.gradient_bytes,
                 fold.times * self.optimizer.state_bytes(fold.unit),
                 fold.unit.full_bytes,

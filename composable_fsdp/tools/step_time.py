@@ -62,13 +62,7 @@ def time_of_step(
     for event in (moment.event for moment in moments[:-1]):
         name, unit = event.unit, by_name[event.unit]
         if event.kind == GATHER:
-            ranks, is_first = unit.shard_world_size, event.phase == "forward"
-            if unit.piece_ranks and (unit.has_rest or not is_first):
-                ranks = unit.piece_ranks
-            seconds = machine.collective(gathered_bytes(unit), ranks)
-            if unit.has_rest and is_first:
-                spread = unit.shard_world_size // ranks
-                seconds += machine.collective(unit.piece_bytes, spread)
+            seconds = _gather(unit, machine, is_first=event.phase == "forward")
             arrived[name] = send(gathers, seconds)
         elif event.kind == FREE:
             # The host waits for the unit whose memory the next all-gather takes.
@@ -108,6 +102,17 @@ def _optimizer_bytes(units: Sequence[UnitPlan], optimizer: OptimizerMemory) -> i
         for each in units
         if each.is_trainable
     )
+
+
+def _gather(unit: UnitPlan, machine: Machine, *, is_first: bool) -> float:
+    """Return the seconds of the all-gathers of a unit, over pieces and within one."""
+    ranks = unit.shard_world_size
+    if unit.piece_ranks and (unit.has_rest or not is_first):
+        ranks = unit.piece_ranks
+    seconds = machine.collective(gathered_bytes(unit), ranks)
+    if unit.has_rest and is_first:
+        seconds += machine.collective(unit.piece_bytes, unit.shard_world_size // ranks)
+    return seconds
 
 
 def _reduction(unit: UnitPlan, machine: Machine) -> float:

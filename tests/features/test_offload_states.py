@@ -171,6 +171,28 @@ def test_state_dicts_and_checkpoints_are_as_ever(
 
 @pytest.mark.req("M-11")
 @on_ranks(1)
+def test_a_state_with_gaps_in_memory_trains_as_any(world: World) -> None:
+    """A view of every other element, which a program has put into the state."""
+    found = []
+    for offloads in (True, False):
+        model = gpt("composable")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for p in model.parameters():
+            gaps = torch.zeros(*p.shape, 2, dtype=p.dtype, device="cpu")[..., 0]
+            optimizer.state[p]["momentum_buffer"] = gaps
+        if offloads:
+            offload_states(optimizer, model)
+        for at in range(3):
+            optimizer.zero_grad()
+            backward(loss_of(model, gpt_input(at, 0)))
+            optimizer.step()
+        found.append(model)
+    for p, q in zip(found[0].parameters(), found[1].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.req("M-11")
+@on_ranks(1)
 def test_states_pass_through_two_buffers_ahead_of_their_step(world: World) -> None:
     """The states of the next region come before the step of this one, and return to
     the same host memory."""

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     CPUOffload,
     MixedPrecision,
+    ShardingStrategy,
     clip_grad_norm_,
     fully_shard,
     get_full_param,
@@ -128,6 +130,29 @@ def test_every_kind_of_training_can_sleep(world: World, name: str) -> None:
     (losses, state), (expected, wanted) = trained
     assert losses == expected
     assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.req("M-10")
+@on_ranks(4)
+def test_pieces_of_parameters_sleep_too(world: World) -> None:
+    """With HFSDP; they are filled again."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    options: dict[str, Any] = {
+        "strategy": ShardingStrategy.HFSDP,
+        "device_mesh": mesh,
+    }
+    losses = []
+    for naps in (True, False):
+        model = gpt("composable", **options)
+        optimizer = adamw(model.parameters())
+        losses.append(train(model, optimizer, world.rank, naps=naps))
+
+    assert losses[0] == losses[1]
+    pieces = [state.handle.form.pieces for state in _get_fsdp_states(model)]
+    held = [buffer for each in pieces if each for buffer in each.buffers]
+    assert any(memory.is_allocated(each) for each in held)
+    with released(model, optimizer):
+        assert not any(memory.is_allocated(each) for each in held)
 
 
 @pytest.mark.req("M-10")

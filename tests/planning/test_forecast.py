@@ -98,6 +98,18 @@ def test_rows_and_moments_are_the_arithmetic_of_the_plan(
     assert found.host_bytes == (planned.host_bytes + kept if offloaded else 0)
 
 
+@pytest.mark.req("N-01")
+@pytest.mark.parametrize("name", ["ZERO1", "HFSDP"])
+def test_rows_have_the_parameters_that_stay_between_steps(name: str) -> None:
+    """Full ones, or pieces of several shards; they sum to the memory after a step."""
+    strategy = ShardingStrategy[name]
+    found = forecast(text_plan(strategy=strategy, shard_world_size=4))
+    end = found.moments[-1].memory
+
+    assert sum(row.sharded for row in found.rows) == end.total - end.temporaries
+    assert sum(row.parameters for row in found.rows) > found.plan.parameter_bytes
+
+
 @pytest.mark.few
 @pytest.mark.parametrize("world_size", [1, 3, 64])
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())

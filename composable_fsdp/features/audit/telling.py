@@ -8,24 +8,21 @@ import warnings
 from collections.abc import Callable
 from functools import lru_cache, wraps
 from inspect import unwrap
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from composable_fsdp.errors import CompositionError
+from composable_fsdp.errors import PACKAGE, TORCH, CompositionError, warn
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_TORCH = f"{Path(torch.__file__).parent}/"
-_OPTIM = f"{_TORCH}optim/"
-_PACKAGE = f"{Path(__file__).parents[2]}/"
-_DOOR = f"{_PACKAGE}doors/fsdp2_torch.py"
+_OPTIM = f"{TORCH}optim/"
+_DOOR = f"{PACKAGE}doors/fsdp2_torch.py"
 """Wraps functions of torch, for all programs once FSDP2's names are used."""
-_OWNERS = f"{_PACKAGE}features/owners/map_on_owners.py"
+_OWNERS = f"{PACKAGE}features/owners/map_on_owners.py"
 _OWN_CALLS = tuple(
-    f"{_TORCH}{folder}/"
+    f"{TORCH}{folder}/"
     for folder in ("optim", "distributed", "_dynamo", "_inductor", "_functorch", "fx")
 )
 """Parts of torch that may do with shards what they do: torch's element-wise optimizers
@@ -64,7 +61,7 @@ def is_own_call(frame: FrameType, func: Any) -> bool:
     """Return whether this package calls, or torch's optimizers read an attribute."""
     # Most calls of a step are these: ``zero_grad`` reads each gradient a few times.
     file = frame.f_code.co_filename
-    return file.startswith(_PACKAGE) or (
+    return file.startswith(PACKAGE) or (
         getattr(func, "__name__", "") == "__get__" and file.startswith(_OPTIM)
     )
 
@@ -74,7 +71,7 @@ def place_of(frame: FrameType | None) -> Place | None:
     entry = ""
     # The audit's own mode stands between a backward and the user.
     while frame is not None and (
-        (file := frame.f_code.co_filename).startswith((_TORCH, _DOOR))
+        (file := frame.f_code.co_filename).startswith((TORCH, _DOOR))
         or frame.f_code.co_name == "__torch_function__"
     ):
         entry, frame = file, frame.f_back
@@ -82,7 +79,7 @@ def place_of(frame: FrameType | None) -> Place | None:
         return None
     code = frame.f_code
     # A subclass of a scaler that overrides these asks the other ranks itself.
-    if code.co_filename.startswith(_PACKAGE) or code.co_name in _UNSCALE:
+    if code.co_filename.startswith(PACKAGE) or code.co_name in _UNSCALE:
         return None
     optimizer = ""
     caller: FrameType | None = frame
@@ -139,6 +136,6 @@ def tell(text: str, place: Place | None, *, is_error: bool) -> None:
         where = f" ({place.file}:{place.line})" if place else ""
         raise CompositionError(text + where)
     if place is None:
-        warnings.warn(text, stacklevel=3)
+        warn(text)
     else:
         warnings.warn_explicit(text, UserWarning, place.file, place.line)

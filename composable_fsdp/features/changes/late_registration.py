@@ -7,7 +7,6 @@ Code that writes into ``_modules`` or ``_parameters`` directly is not noticed.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary, ref
 
@@ -18,6 +17,7 @@ from torch.nn.modules.module import (
 )
 
 from composable_fsdp.compose.registry import other_apis
+from composable_fsdp.errors import warn
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import join_name, listed, quoted
@@ -77,12 +77,11 @@ def _warn_of_added(context: RuntimeContext) -> None:
     }
     names = list(_unmanaged(context, added)) if added else []
     if names:
-        warnings.warn(
+        warn(
             f"Parameters {listed(map(quoted, names))} were registered after "
             "fully_shard, and no unit holds them: nothing reduces gradients there, and "
             "the ranks drift apart. Register them before fully_shard, or give their "
             "module to replicate or fully_shard before its first forward.",
-            stacklevel=2,
         )
 
 

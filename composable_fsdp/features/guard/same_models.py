@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import warnings
 import weakref
 import zlib
 from collections import Counter
@@ -33,7 +32,7 @@ from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.groups import Groups, RankLayout
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import leave, record
-from composable_fsdp.errors import DesyncError
+from composable_fsdp.errors import DesyncError, warn
 from composable_fsdp.features.guard.compare import (
     first_difference,
     gather,
@@ -118,7 +117,7 @@ def compare_models(state: _FSDPState, *, replicas: bool, written: bool = False) 
     # Set before a warning, which the user may have turned into an error.
     top.initial.compared = ALL_RANKS if replicas else SHARD_RANKS
     for text in due:
-        warnings.warn(text, stacklevel=2)
+        warn(text)
 
 
 def _compare_scopes(

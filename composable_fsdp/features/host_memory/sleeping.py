@@ -314,6 +314,10 @@ def _free_buffers(handle: FlatParamHandle) -> None:
     for form in _forms(handle):
         for full in (*form.fulls, *(form.pieces.buffers if form.pieces else ())):
             memory.free(full)
+        if form.pieces is not None:
+            form.pieces.filled_at = ()
+            for piece in form.pieces.buffers:
+                memory.free(piece)
     for region in handle.layout.trainable:
         memory.free(region.reduce.buffer)
     handle.reduction.home = None
