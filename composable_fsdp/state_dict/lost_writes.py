@@ -1,4 +1,4 @@
-"""Tell of values of a state dict that were written to in place and then dropped.
+"""Tell of values of a state dict that were written to and dropped, or taken apart.
 
 The values are copies: an average that is kept by writes into ``state_dict()`` of the
 averaged model would never move.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from composable_fsdp.naming import listed, quoted
+from composable_fsdp.naming import listed, quoted, strip_wrapper
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _FSDPState
 
@@ -65,4 +65,32 @@ def tell(state: _FSDPState) -> None:
             "values use unshard_params(model), or model.load_state_dict(values).",
             state.title,
             listed(written),
+        )
+
+
+def tell_of_parts(
+    state: _FSDPState, prefix: str, values: Mapping[str, Any], keys: Collection[str]
+) -> None:
+    """Log that a hook has put plain tensors in the place of sharded values."""
+    slots = [s for r in state.handle.layout.regions for s in r.layout.parameters]
+    lost = [slot.fqn for slot in slots if prefix + slot.fqn not in keys]
+    tables = (state.module.named_parameters, state.module.named_buffers) if lost else ()
+    own = {
+        prefix + strip_wrapper(name)
+        for table in tables
+        for name, _ in table(remove_duplicate=False)
+    }
+    added = [
+        quoted(key)
+        for key, value in values.items()
+        if lost and type(value) is Tensor and key.startswith(prefix) and key not in own
+    ]
+    if added:
+        _log.warning(
+            "The sharded state dict of %s lacks %s, and a hook has added the plain "
+            "tensors %s, of which torch.distributed.checkpoint saves one rank's. Make "
+            "them of full values, by value.full_tensor().",
+            state.title,
+            listed(map(quoted, lost)),
+            listed(added),
         )

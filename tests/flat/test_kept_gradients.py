@@ -61,3 +61,14 @@ def test_what_is_kept_of_a_gradient_keeps_its_values(one_rank: World, way: str) 
         }
     else:
         assert set(torch.as_tensor(kept).flatten().tolist()) == {2.0}
+
+
+def test_a_gradient_beside_one_of_the_user_has_its_own_memory(one_rank: World) -> None:
+    """The sums of a reduction are a buffer of the unit, which others write next."""
+    model = fully_shard(nn.Linear(4, 3))
+    model.weight.grad = step(model, 1.0).clone()
+    model.bias.grad = None
+    step(model, 1.0)
+    gradient = model.get_parameter("bias").grad
+    assert gradient is not None
+    assert gradient.untyped_storage().nbytes() == gradient.nbytes

@@ -157,10 +157,12 @@ def test_the_norm_counts_each_expert_once(world: World) -> None:
 
 
 @pytest.mark.req("M-02")
+@pytest.mark.parametrize("recipe", [LISTED, Recipe(experts=3, ep=4)], ids=repr)
 @on_ranks(4)
-def test_training_and_state_are_those_of_the_plain_model(world: World) -> None:
+def test_training_and_state_are_those_of_the_plain_model(
+    world: World, recipe: Recipe
+) -> None:
     """Losses, norms, weights and moments, and names of the state dicts; and back."""
-    recipe = Recipe(experts=3, ep=4)
     model, plain = pair(recipe, world)
     optimizer = train(model, plain, world)
 
@@ -183,6 +185,10 @@ def test_training_and_state_are_those_of_the_plain_model(world: World) -> None:
         assert torch.equal(value["exp_avg"], moments["state"][name]["exp_avg"])
     for name, value in again.state_dict().items():
         assert torch.equal(value, state[name])
+    # Names of other ranks' experts are known; any other would be lost.
+    moments["state"]["layers.7.scale"] = {}
+    text = message_of(partial(optim_state_dict_to_load, again, other, moments))
+    assert "left over ['layers.7.scale']. Load it into" in text
 
 
 @on_ranks(4)

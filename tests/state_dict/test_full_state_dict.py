@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from composable_fsdp import (
+    FullOptimStateDictConfig,
     FullStateDictConfig,
     ShardingStrategy,
     StateDictType,
     fully_shard,
+    optim_state_dict,
+    set_state_dict_type,
     state_dict_type,
 )
 from composable_fsdp.comm import agreement
@@ -25,7 +29,14 @@ from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.recording import record_steps
-from tests.support.reference import PATHS, STRATEGIES, apply_units, differences, loss_of
+from tests.support.reference import (
+    PATHS,
+    STRATEGIES,
+    adamw,
+    apply_units,
+    differences,
+    loss_of,
+)
 from tests.support.sharded import RankCount, both_paths, gpt, is_full, message_of
 from tests.support.world import RankFailure, World
 
@@ -104,6 +115,58 @@ def test_wrapper_composable_and_plain_load_from_each_other(
         assert all(state[key] is given[key] for key in given)
         state = target.state_dict()
         assert differences(state, source.state_dict()) == {}, path
+
+
+class _Moved(TorchFunctionMode):
+    """Notes the shapes of tensors that are moved to host memory by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[torch.Size] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        by_name = any(isinstance(each, str) for each in args)
+        if func is Tensor.to and by_name and args[0].dim():
+            self.shapes.add(args[0].shape)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.req("U-04", "D-01")
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@pytest.mark.parametrize("to_cpu", [False, True])
+@on_ranks(1, 2)
+def test_whole_values_are_the_callers_own(
+    world: World, strategy: ShardingStrategy, to_cpu: bool
+) -> None:
+    """In memory of their own size, in host memory if asked; writes reach no model."""
+    model = apply_units(Normed(), SIMILAR, path="composable", strategy=strategy)
+    optimizer = adamw(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    configs: Any = (
+        FullStateDictConfig(offload_to_cpu=to_cpu),
+        FullOptimStateDictConfig(offload_to_cpu=to_cpu),
+    )
+    set_state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs)
+
+    def taken() -> dict[str, Tensor]:
+        state = model.state_dict()
+        found = {name: state[name] for name, _ in model.named_parameters()}
+        for name, values in optim_state_dict(model, optimizer)["state"].items():
+            found |= {name + key: value for key, value in values.items()}
+        return found
+
+    with _Moved() as moved:
+        values = taken()
+    before = {name: value.clone() for name, value in values.items()}
+    shapes = {value.shape for value in values.values() if value.dim()}
+    assert moved.shapes >= shapes if to_cpu else not moved.shapes
+    for value in values.values():
+        assert value.untyped_storage().nbytes() == value.nbytes
+        value.fill_(7)
+    assert differences(taken(), before) == {}
 
 
 def broken(what: str) -> dict[str, Any]:
