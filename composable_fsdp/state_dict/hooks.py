@@ -147,8 +147,8 @@ def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) 
     _running.pop(state).hide()
     kind = saving.settings.state_dict_type
     keys = [*_keys(state, module, prefix, state_dict)]
-    if kind is StateDictType.SHARDED_STATE_DICT and module is state.module:
-        lost_writes.tell_of_parts(state, prefix, state_dict, keys)
+    if kind is StateDictType.SHARDED_STATE_DICT:
+        lost_writes.tell_of_parts(state, module, prefix, state_dict, keys)
     if state.handle.groups.experts is not None:
         add_other_experts(
             state, module, prefix, keys, state_dict, kind, first_only=saving.first_only

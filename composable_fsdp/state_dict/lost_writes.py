@@ -69,11 +69,17 @@ def tell(state: _FSDPState) -> None:
 
 
 def tell_of_parts(
-    state: _FSDPState, prefix: str, values: Mapping[str, Any], keys: Collection[str]
+    state: _FSDPState,
+    module: nn.Module,
+    prefix: str,
+    values: Mapping[str, Any],
+    keys: Collection[str],
 ) -> None:
     """Log that a hook has put plain tensors in the place of sharded values."""
     slots = [s for r in state.handle.layout.regions for s in r.layout.parameters]
     lost = [slot.fqn for slot in slots if prefix + slot.fqn not in keys]
+    # A part of the unit lacks the other parts.
+    lost *= module is state.module
     tables = (state.module.named_parameters, state.module.named_buffers) if lost else ()
     own = {
         prefix + strip_wrapper(name)

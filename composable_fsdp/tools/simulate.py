@@ -76,9 +76,12 @@ class _Step(NamedTuple):
         log.mark(self.model.parameters(), "parameters")
         log.mark((p.grad for p in self.model.parameters()), "gradients")
         offloaded: set[int] = set()
-        for state in (state for _, _, state in walk_states(self.model)):
-            if (pieces := state.handle.form.pieces) is not None:
-                log.mark(pieces.buffers, "parameters" if pieces.at_rest else "full")
+        for _, _, state in walk_states(self.model):
+            pieces = state.handle.form.pieces
+            log.mark(
+                pieces.buffers if pieces else (),
+                "parameters" if pieces and pieces.at_rest else "full",
+            )
             for region in state.handle.layout.regions:
                 # On CPU the host's memory is the device's.
                 on_host = self.streams and region.offload
