@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.naming import listed, quoted, strip_wrapper
 from composable_fsdp.state_dict.sharded import ShardedValue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from composable_fsdp.tools.simulated_clock import Clock
 from composable_fsdp.tools.simulated_world import replaced, simulated_world, tensors_of
 from composable_fsdp.tools.simulation import Simulation
 from composable_fsdp.tools.storages import MemoryLog
+from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -77,34 +78,35 @@ class _Step(NamedTuple):
         log.mark((p.grad for p in self.model.parameters()), "gradients")
         offloaded: set[int] = set()
         for _, _, state in walk_states(self.model):
-            pieces = state.handle.form.pieces
-            log.mark(
-                pieces.buffers if pieces else (),
-                "parameters" if pieces and pieces.at_rest else "full",
-            )
-            for region in state.handle.layout.regions:
-                # On CPU the host's memory is the device's.
-                on_host = self.streams and region.offload
-                kinds = ("host", "host") if on_host else ("parameters", "gradients")
-                log.mark([region.shard], kinds[0])
-                log.mark([region.gradient.shard], kinds[1])
-                if on_host:
-                    offloaded.update(map(id, region.leaves))
-                    grads = [leaf.grad for leaf in region.leaves]
-                    log.mark([*region.leaves, *grads], "host")
-                # Without a buffer of its own, the full region is the shard.
-                if region.full.is_cut:
-                    log.mark([region.full.buffer], "full")
-                if region.full.wire is not None:
-                    log.mark([region.full.wire.buffer], "full")
-                # Regions of frozen parameters have no reduce buffer.
-                if isinstance(region, TrainableRegion):
-                    log.mark([region.reduce.buffer], "reduce")
+            offloaded.update(self._mark_unit(log, state))
         # States of offloaded parameters are beside them, in host memory.
         states_of = {} if self.optimizer is None else self.optimizer.state
         for parameter, found in states_of.items():
             kind = "host" if id(parameter) in offloaded else "optimizer"
             log.mark(tensors_of(found), kind)
+
+    def _mark_unit(self, log: MemoryLog, state: _FSDPState) -> Iterator[int]:
+        """Do so for a unit; yield the ids of leaves in host memory."""
+        if (pieces := state.handle.form.pieces) is not None:
+            log.mark(pieces.buffers, "parameters" if pieces.at_rest else "full")
+        for region in state.handle.layout.regions:
+            # On CPU the host's memory is the device's.
+            on_host = self.streams and region.offload
+            kinds = ("host", "host") if on_host else ("parameters", "gradients")
+            log.mark([region.shard], kinds[0])
+            log.mark([region.gradient.shard], kinds[1])
+            if on_host:
+                yield from map(id, region.leaves)
+                grads = [leaf.grad for leaf in region.leaves]
+                log.mark([*region.leaves, *grads], "host")
+            # Without a buffer of its own, the full region is the shard.
+            if region.full.is_cut:
+                log.mark([region.full.buffer], "full")
+            if region.full.wire is not None:
+                log.mark([region.full.wire.buffer], "full")
+            # Regions of frozen parameters have no reduce buffer.
+            if isinstance(region, TrainableRegion):
+                log.mark([region.reduce.buffer], "reduce")
 
 
 def simulate(
