@@ -131,6 +131,8 @@ several strategies, lists of prefetches and a factor
         second={WHOLE/HYBRID_SHARD/HALF} factor=3.0
 checkpoint wrappers, and dtypes of computing and reducing
     linear + lstm | | low mix={float32/reduce/output} wrapped={reentered/recomputed}
+buffers below checkpoint wrappers
+    linear + batchnorm | | door=wrapper wrapped=recomputed
 gradients that a hook averages
     linear + linear | | hook strategy={WHOLE/FULL_SHARD}
 # Full parameters that were kept became others after the first of two backwards.

@@ -22,6 +22,7 @@ from torch import Tensor
 from composable_fsdp import get_full_grad
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.errors import FSDPError
+from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.phases import Residency
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states
@@ -283,10 +284,11 @@ class Run:
         if self.outcomes[-1] == "step" and not plain.slots and not self.local:
             for state in states:
                 self.check_idle(state)
-        buffers = dict(plain.model.named_buffers())
+        found = plain.model.named_buffers()
+        buffers = {strip_wrapper(name): buffer for name, buffer in found}
         for name, buffer in ours.named_buffers():
-            short = name.replace("_fsdp_wrapped_module.", "")
-            equal(buffer, buffers[short], self.tolerance, f"buffer {name}")
+            like = buffers[strip_wrapper(name)]
+            equal(buffer, like, self.tolerance, f"buffer {name}")
 
     def check_idle(self, state: _FSDPState) -> None:
         """After a step nothing of it is summoned, counted, or in memory."""
