@@ -179,6 +179,11 @@ def check_case(world: World, case: Case, folder: str) -> None:
         for step in range(STEPS):
             step_of(peer, along, case, step, world.rank)
     close(model.state_dict(), dict(expected.state_dict()), case)
+    gathers = {call.world_size for call in calls if call.op == "all_gather"}
+    for unit in plan(model).units:
+        # Backward gathers what was kept, among the ranks that kept it together.
+        if 1 < unit.between_ranks < unit.parameter_ranks:
+            assert unit.between_ranks in gathers
     if not (case.accumulates or case.clips or case.recomputes):
         # Behind an evaluation a step gathers as it does behind an optimizer's step.
         said = plan(model).traffic.by_op()
