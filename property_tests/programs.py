@@ -287,8 +287,8 @@ class Run:
         found = plain.model.named_buffers()
         buffers = {strip_wrapper(name): buffer for name, buffer in found}
         for name, buffer in ours.named_buffers():
-            like = buffers[strip_wrapper(name)]
-            equal(buffer, like, self.tolerance, f"buffer {name}")
+            kept = buffers[strip_wrapper(name)]
+            equal(buffer, kept, self.tolerance, f"buffer {name}")
 
     def check_idle(self, state: _FSDPState) -> None:
         """After a step nothing of it is summoned, counted, or in memory."""
