@@ -346,9 +346,9 @@ every: dict[str, Callable[..., optim.Optimizer]] = {
 def as_reference(model: nn.Module) -> None:
     """Forwards of a copy that is frozen in part, and of one that is frozen."""
     frozen = deepcopy(model)
-    weight(frozen).requires_grad_(requires_grad=False)
+    weight(frozen).requires_grad_(False)
     loss_of(frozen)
-    loss_of(deepcopy(model).requires_grad_(requires_grad=False))
+    loss_of(deepcopy(model).requires_grad_(False))
 
 
 QUIET: dict[str, Program] = {
