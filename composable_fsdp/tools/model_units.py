@@ -10,11 +10,10 @@ from typing import Any
 from torch import nn
 
 from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import join_name, listed, quoted
+from composable_fsdp.naming import did_you_mean, join_name, listed, quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import Chosen
 from composable_fsdp.planning.checks import refuse_container
-from composable_fsdp.tools.texts import did_you_mean
 
 
 class NoSplitPolicy:
@@ -59,8 +58,8 @@ class NoSplitPolicy:
             if name not in there:
                 raise PlanError(
                     f"{self!r} names the class {name}, and this "
-                    f"{type(root_module).__name__} has no module of the class."
-                    f"{did_you_mean(name, there)} Its classes are {listed(there)}."
+                    f"{type(root_module).__name__} has no module of the class"
+                    f"{did_you_mean(name, there)}. Its classes are {listed(there)}."
                 )
         # Without names a missing class is no error: many models name several classes.
         chosen = dict(_units(root_module, self._classes)[0])
@@ -239,8 +238,8 @@ def _of(
     # A typing error must not plan a model without units.
     if not matching:
         raise PlanError(
-            f"units names {entry!r}, which matches no module."
-            f"{did_you_mean(entry, map(repr, names), most=3)} Names are those of "
+            f"units names {entry!r}, which matches no module"
+            f"{did_you_mean(entry, map(repr, names), most=3)}. Names are those of "
             "named_modules(); 'blocks.*' matches every block."
         )
     return matching
