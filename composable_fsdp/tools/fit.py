@@ -84,11 +84,6 @@ def _what_helps(found: Forecast, capacity: int) -> list[dict[str, Any]]:
     return changes
 
 
-def at_world_size(found: Forecast, world_size: int) -> Forecast:
-    """Return the forecast of the same units and options on ``world_size`` ranks."""
-    return replace(found, plan=replan(found.plan, world_size=world_size))
-
-
 def smallest_world_size(found: Forecast, capacity: int) -> int | None:
     """Return the smallest world size at which ``found`` fits; None if there is none."""
     groups = [u.shard_world_size for u in found.plan.units if u.replicas > 1]
@@ -97,7 +92,9 @@ def smallest_world_size(found: Forecast, capacity: int) -> int | None:
     step = max(groups, default=1)
 
     def fits(count: int) -> bool:
-        return at_world_size(found, count * step).total <= capacity
+        # Only layouts change with the world size; the model is walked once.
+        plan = replan(found.plan, world_size=count * step)
+        return replace(found, plan=plan).total <= capacity
 
     # Memory falls with the world size but for padding: double until the forecast fits,
     # then halve the interval. Many models need no sharding, so 1 is first.

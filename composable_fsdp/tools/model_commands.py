@@ -32,7 +32,7 @@ from composable_fsdp.tools.fake_world import simulated_meshes
 from composable_fsdp.tools.fit import fit
 from composable_fsdp.tools.machine import Machine
 from composable_fsdp.tools.memory import Activations
-from composable_fsdp.tools.model_units import NoSplitPolicy, guess_units, unit_names
+from composable_fsdp.tools.model_units import NoSplitPolicy, guess_units
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.sharding_plan import Forecast, ShardingPlan, forecast
 from composable_fsdp.tools.simulate import simulate
@@ -153,9 +153,6 @@ def _show_plan(found: Report) -> None:
 def _simulate(given: argparse.Namespace) -> Report:
     """Simulate the step, write the trace, and return the report."""
     model, options, _ = _asked(given.model, given, None)
-    # Names hold in the copy, too.
-    if "units" in options:
-        options["units"] = unit_names(model.module, options["units"])
     if model.inputs is None:
         raise PlanError(
             "simulate needs --batch, as --batch 4x2048, or a function that returns "
