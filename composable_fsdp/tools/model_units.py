@@ -19,10 +19,10 @@ from composable_fsdp.planning.checks import refuse_container
 class NoSplitPolicy:
     """Makes the layers that a model of transformers names units.
 
-    The layers are the modules of the classes in ``_no_split_modules`` of the model. A
-    layer that shares a parameter with a module outside of the layer is no unit, so that
-    the root holds the tied parameter once. A model that names no classes gets the
-    entries of its lists of modules.
+    The layers are the modules of the classes in ``_no_split_modules`` of the model and
+    of models inside. A layer that shares a parameter with a module outside of the layer
+    is no unit, so that the root holds the tied parameter once. A model that names no
+    classes gets the entries of its lists of modules.
 
     Args:
         classes: names of classes, instead of those that the model names. Default None.
@@ -91,8 +91,9 @@ def _units(
     """Return units of ``classes``, or as the model says, with names and a reason."""
     named = list(walk.named(module))
     if classes is None:
-        # Some classes of transformers have None there.
-        classes = getattr(module, "_no_split_modules", None) or ()
+        # Of models inside, too. Some classes of transformers have None there.
+        told = (getattr(each, "_no_split_modules", None) or () for _, each in named)
+        classes = {name for each in told for name in each}
     # By name, because transformers names classes as texts.
     wanted = set(classes)
     chosen = [(name, m) for name, m in named if type(m).__name__ in wanted]
