@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from composable_fsdp.comm.operations import operation_log
+from composable_fsdp.comm.operations import SIMULATED, operation_log
 from composable_fsdp.errors import PhaseError
 
 if TYPE_CHECKING:
     from composable_fsdp.comm.placements import Choice, Ways
-
-SIMULATED = "simulated"
-"""The backend of ``tools.simulated_world``."""
 
 PEERLESS = ("fake", SIMULATED)
 """Backends of groups without other ranks; ``fake`` is torch's."""

@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from composable_fsdp.config import BackwardPrefetch, Block, RowBlock, ShardingStrategy
+from composable_fsdp.config import (
+    BackwardPrefetch,
+    Block,
+    Placement,
+    RowBlock,
+    ShardingStrategy,
+)
+from composable_fsdp.errors import PlanError
 from composable_fsdp.features.wires.formats import Float8Wire, Int8Wire
 from composable_fsdp.storage.opening import FORMATS
 from composable_fsdp.tools.machine import MACHINES
@@ -122,6 +129,20 @@ def _block(text: str) -> Block | RowBlock:
     return Block.rows(int(number))
 
 
+def _placement(text: str) -> Placement:
+    """Return the placement that ``--placement`` describes."""
+    # A comma without a name behind it is between dims.
+    rows = (row.partition("=") for row in re.split(r",(?=\w+=)", text))
+    try:
+        return Placement(**{name: tuple(_words(dims)) for name, _, dims in rows})
+    except (TypeError, PlanError) as error:
+        raise argparse.ArgumentTypeError(
+            "expects the dims of parameters, between, gradients and states, as "
+            "parameters=shard,between=shard,gradients=shard,states=replicate,shard, "
+            f"where what is left out is whole; got {text!r}: {error}"
+        ) from None
+
+
 STRATEGIES = {_word(strategy.name): strategy for strategy in ShardingStrategy}
 
 _KINDS: dict[str, dict[str, Any]] = {
@@ -137,6 +158,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "MODELS": {"nargs": "*", "metavar": "MODEL"},
     "BLOCK": {"type": _block, "metavar": "|".join([*_BLOCKS, "rows:N"])},
     "strategy": {"type": _word, "choices": STRATEGIES},
+    "DIMS": {"type": _placement},
     "dtype": {"type": _dtype, "choices": DTYPES},
     "prefetch": {"choices": PREFETCH},
     "wire": {"choices": WIRES},
@@ -167,6 +189,8 @@ _MODEL = """\
 [options of fully_shard]
 --strategy strategy=full-shard
     what is sharded, and when (default: full-shard)
+--placement DIMS
+    the same by dims, as gradients=shard,states=shard for zero2
 --shard-world-size N
     ranks that share the parameters; others hold copies (default: all)
 --dtype dtype

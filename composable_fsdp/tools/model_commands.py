@@ -247,6 +247,7 @@ def _options_of(given: argparse.Namespace) -> dict[str, Any]:
     )
     found = {
         "strategy": STRATEGIES[given.strategy],
+        "placement": given.placement,
         # Without a dtype there is no mixed precision, as in ``fully_shard``.
         "mixed_precision": low if low != MixedPrecision() else None,
         "cpu_offload": CPUOffload(offload_params=True) if given.cpu_offload else None,

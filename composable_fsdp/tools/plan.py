@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 
 from composable_fsdp.comm.nodes import group_sizes
-from composable_fsdp.comm.placements import RESHARDING, Ways, placement_of
+from composable_fsdp.comm.placements import RESHARDING, SHARD, Ways, placement_of
 from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.registry import API, get_state
 from composable_fsdp.config import (
@@ -277,19 +277,17 @@ def replan(
 def _shard_world_size(plan: ShardingPlan, ranks: int) -> int | None:
     """Return the size of the plan's shard groups; None for a group of all ranks."""
     for unit in plan.units:
-        row = placement_of(unit.options.chosen)
-        # NO_SHARD replicates over all ranks and says nothing about groups.
-        if not row.states:
-            continue
-        if unit.options.placement is not None:
-            raise PlanError(
-                f"The plan has units of {unit.options.placement}, and does not know "
-                "the sizes of its dims. Pass shard_world_size."
-            )
-        # HFSDP divides states over all ranks, and parameters over a group.
-        is_grid = unit.options.strategy in HYBRID
-        size = unit.parameter_ranks if is_grid else unit.shard_world_size
-        if unit.replicas > 1 or is_grid:
+        chosen, ways = unit.options.chosen, unit.ways
+        placed = placement_of(chosen)
+        # HFSDP divides states over all ranks, and parameters over a group. What is
+        # whole, or over all ranks, says nothing about groups.
+        size = {
+            placed.states: ways.shard_world_size,
+            placed.gradients: ways.gradient_ranks,
+            placed.parameters: ways.parameter_ranks,
+        }.get((SHARD,))
+        every = unit.shard_world_size * unit.replicas
+        if size and (size < every or chosen in HYBRID):
             if ranks > size and ranks % size:
                 raise PlanError(
                     f"The plan has shard groups of {size} ranks, which do not divide "
