@@ -51,7 +51,7 @@ VARIABLE = "LOCAL_WORLD_SIZE"
 """Environment variable, set by torchrun: the number of ranks per node."""
 
 _made: dict[tuple[tuple[int, ...], str], weakref.ref[dist.ProcessGroup]] = {}
-"""Groups created here, by global ranks and purpose ("" for the groups of nodes)."""
+"""Groups created here, by global ranks and purpose."""
 
 
 def node_size(world_size: int) -> int:
@@ -71,22 +71,6 @@ def node_size(world_size: int) -> int:
             "torchrun, which sets it, or pass a 2-D device_mesh (replicate, shard)."
         )
     return size
-
-
-def node_groups(
-    world_size: int,
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return this rank's (shard, replicate) groups; ``None`` for a single rank.
-
-    Collective: creates the groups at the first call, on all ranks of the default group.
-    """
-    # Ranks of a node are consecutive, as torchrun numbers the ranks.
-    size = node_size(world_size)
-    starts = range(0, world_size, size)
-    return (
-        _group_among([range(start, start + size) for start in starts]),
-        _group_among([range(i, world_size, size) for i in range(size)]),
-    )
 
 
 @lru_cache(maxsize=64)  # asked for each unit
@@ -158,8 +142,7 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
     """Return the groups of a unit; units with equal placements share them.
 
     Collective: creates the groups that the caller has not given, at the first call for
-        a placement; all ranks must call. Groups of nodes, and those that ``twin_group``
-        names: all ranks of the default group.
+        a placement; all ranks must call, as of ``twin_group``.
     Raises: PlanError, as ``sizes_for``.
     """
     made = ranks.groups.get(chosen)
@@ -168,7 +151,7 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
     grid, members = _grid(ranks, chosen)
     dims, sizes = grid.place(chosen)
     by_node = ranks.by_node and chosen in HYBRID
-    given = node_groups(ranks.world_size) if by_node else (ranks.shard, ranks.replicate)
+    given = (None, None) if by_node else (ranks.shard, ranks.replicate)
     known = dict(zip((grid.roles[SHARD], grid.roles[REPLICATE]), given, strict=True))
 
     def over(names: tuple[str, ...]) -> dist.ProcessGroup | None:
@@ -176,8 +159,9 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
             return None
         if members is None:
             return _of_pair(ranks, names, grid, dims)
-        if names in known and sizes == grid.sizes:
-            return known[names]
+        group = known.get(names)
+        if group is not None and sizes == grid.sizes:
+            return group
         # The ranks that differ from this one in ``names`` alone, in this order.
         strides, stride = {}, 1
         for name in reversed(sizes):
@@ -230,33 +214,6 @@ def _group_of(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGr
     return _own_group(ranks, "placement", backend, seconds)
 
 
-def _group_among(parts: Sequence[range]) -> dist.ProcessGroup | None:
-    """Return the group of the part that contains this rank; parts have equal sizes."""
-    if len(parts) == 1:
-        return dist.group.WORLD
-    if len(parts[0]) == 1:
-        return None
-    (mine,) = [tuple(part) for part in parts if dist.get_rank() in part]
-    known = _known(mine, "")
-    if known is None:
-        # Every process creates all groups, in the same order: ``new_group`` requires
-        # the call on all ranks of the default group, members or not. Units of later
-        # calls of ``fully_shard`` find the groups in ``_made``.
-        made = {tuple(part): dist.new_group(list(part)) for part in parts}
-        known = made[mine]
-        _made[mine, ""] = weakref.ref(known)
-    return known
-
-
-def _known(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
-    """Return a group created earlier, if torch.distributed still knows the group."""
-    made = _made.get((ranks, purpose))
-    group = made() if made is not None else None
-    # The weak reference is not sufficient: another object may keep a destroyed group
-    # alive on this rank and not on another. What torch.distributed knows is equal.
-    return group if group in distributed_c10d._world.pg_group_ranks else None
-
-
 def private_group(
     ranks: tuple[int, ...], purpose: str, timeout: float | None = None
 ) -> dist.ProcessGroup | None:
@@ -292,9 +249,12 @@ def _own_group(
 ) -> dist.ProcessGroup:
     """Return a group of some ranks of the default group, made at the first call."""
     key = f"{purpose} {backend}"
-    known = _known(ranks, key)
-    if known is not None:
-        return known
+    made = _made.get((ranks, key))
+    group = made() if made is not None else None
+    # The weak reference is not sufficient: another object may keep a destroyed group
+    # alive on this rank and not on another. What torch.distributed knows is equal.
+    if group is not None and group in distributed_c10d._world.pg_group_ranks:
+        return group
     described = f"composable_fsdp {purpose}"
     # ``new_group(use_local_synchronization=True)`` derives the name from the number of
     # groups that a process knows, which differs between ranks, and torch's other names
@@ -303,7 +263,6 @@ def _own_group(
         name = f"{described} {len(distributed_c10d._world.pg_names)}"
     else:
         name = AgreedName(described, ranks).agree(seconds)
-    group: dist.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),

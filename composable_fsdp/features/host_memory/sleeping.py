@@ -108,15 +108,7 @@ def sleep(
     if keep not in ("gradients", "none"):
         raise ValueError(f"sleep(keep=...) expects 'gradients' or 'none', got {keep!r}")
     handles = [state.handle for state in states]
-    # A rank that sleeps alone would alone gather again what all ranks hold now.
-    holding = [
-        state
-        for state in states
-        if state.handle.layout.plan.keeps_values
-        or state.handle.residency is not Residency.SHARDED
-    ]
-    if holding:
-        meet_over(holding, Call("sleep", holding[0].title))
+    _meet_holders(states)
     trees = {require_idle(top, "sleep"): top for top in map(outermost, states)}
     _settle(trees, handles)
     regions = [region for handle in handles for region in handle.layout.regions]
@@ -210,6 +202,19 @@ def released(
         yield
     finally:
         wake(model)
+
+
+def _meet_holders(states: list[_FSDPState]) -> None:
+    """Wait for the ranks that share units with full parameters or values at rest."""
+    # A rank that sleeps alone would alone gather again what all ranks hold now.
+    holding = [
+        state
+        for state in states
+        if state.handle.layout.plan.keeps_values
+        or state.handle.residency is not Residency.SHARDED
+    ]
+    if holding:
+        meet_over(holding, Call("sleep", holding[0].title))
 
 
 def _settle(trees: Iterable[RuntimeContext], handles: list[FlatParamHandle]) -> None:
