@@ -250,11 +250,11 @@ def _own_group(
     """Return a group of some ranks of the default group, made at the first call."""
     key = f"{purpose} {backend}"
     made = _made.get((ranks, key))
-    group = made() if made is not None else None
+    known = made() if made is not None else None
     # The weak reference is not sufficient: another object may keep a destroyed group
     # alive on this rank and not on another. What torch.distributed knows is equal.
-    if group is not None and group in distributed_c10d._world.pg_group_ranks:
-        return group
+    if known is not None and known in distributed_c10d._world.pg_group_ranks:
+        return known
     described = f"composable_fsdp {purpose}"
     # ``new_group(use_local_synchronization=True)`` derives the name from the number of
     # groups that a process knows, which differs between ranks, and torch's other names
@@ -263,6 +263,7 @@ def _own_group(
         name = f"{described} {len(distributed_c10d._world.pg_names)}"
     else:
         name = AgreedName(described, ranks).agree(seconds)
+    group: dist.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),

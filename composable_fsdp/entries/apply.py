@@ -297,7 +297,10 @@ def _refuse_ranks(
     """Refuse targets that do not fit the groups; planning knows only their sizes."""
     # Equal units share their layouts, so plain models pay one test per region.
     layouts = [layout for target in targets for layout in target.plan.regions]
-    if not all(map(_is_plain, layouts)) or any(t.plan.options.arena for t in targets):
+    is_plain = all(map(_is_plain, layouts))
+    for target in targets:
+        is_plain = is_plain and target.plan.options.arena is None
+    if not is_plain:
         for check in moments.UNITS_PLANNED:
             check(targets, ranks, device)
     # Other ranks would wait for this rank where they exchange names and norms.
