@@ -97,24 +97,16 @@ def _grid(ranks: RankLayout, chosen: Choice) -> tuple[Grid, Sequence[int] | None
 
     Raises: PlanError, if a hybrid strategy has no groups to replicate over.
     """
-    if ranks.mesh is not None and (ranks.replicate or chosen not in HYBRID):
-        names, shape, members = ranks.mesh
-        names = names or (REPLICATE, SHARD)[-len(shape) :]
-        return grid_of(dict(zip(names, shape, strict=True))), members
-    if ranks.replicate is not None:
-        sizes = {REPLICATE: ranks.replicas, SHARD: ranks.shard_world_size}
-        return grid_of(sizes), None
-    given = dist.get_process_group_ranks(ranks.shard)
-    if chosen not in HYBRID:
-        return grid_of({SHARD: len(given)}), given
+    if chosen not in HYBRID or ranks.replicate is not None:
+        return ranks.grid, ranks.members
     if not ranks.by_node:
         raise PlanError(
             f"{name_of(chosen)} expects a 2-D device_mesh (replicate, shard) or "
             "a tuple (shard group, replicate group); got one group. Pass one "
             "of the two, or neither to shard within a node."
         )
-    size = node_size(len(given))
-    return grid_of({REPLICATE: len(given) // size, SHARD: size}), given
+    size = node_size(ranks.world_size)
+    return grid_of({REPLICATE: ranks.world_size // size, SHARD: size}), ranks.members
 
 
 def sizes_for(ranks: RankLayout, chosen: Choice) -> Ways:
