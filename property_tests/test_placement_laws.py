@@ -398,7 +398,7 @@ NORMED = st.builds(
 
 
 @pytest.mark.req("D-31")
-@examples(8)
+@examples(4)
 @given(case=NORMED)
 @example(case=Normed((1, 1), microbatches=3))
 @example(case=Normed((2, 4), microbatches=2))
