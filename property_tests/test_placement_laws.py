@@ -42,6 +42,7 @@ from composable_fsdp import (
     state_dict_type,
 )
 from composable_fsdp.comm import collectives
+from composable_fsdp.config import Arena
 from property_tests.live import examples
 from tests.parallel import experts, models
 from tests.support.world import RankPool, World
@@ -92,6 +93,7 @@ class Case:
     recomputes: bool = False
     freezes: bool = False
     offloads: bool = False
+    arena: bool = False
 
 
 def model_of(case: Case) -> nn.Sequential:
@@ -113,6 +115,7 @@ def shard(model: nn.Sequential, levels: Levels, case: Case) -> nn.Sequential:
         "placement": placed(levels),
         "mixed_precision": BF16 if case.mixed else None,
         "cpu_offload": CPUOffload(offload_params=case.offloads),
+        "arena": Arena(poison=True) if case.arena else None,
     }
     for block in list(model)[:2]:
         if case.recomputes:
@@ -237,7 +240,10 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor], case: Case) -> 
 
 
 LEVELS = st.sampled_from(LEGAL)
-FLAGS = ("mixed", "accumulates", "clips", "recomputes", "freezes", "offloads")
+FLAGS = (
+    *("mixed", "accumulates", "clips", "recomputes", "freezes", "offloads"),
+    "arena",
+)
 CASES = st.builds(
     Case,
     levels=LEVELS,
@@ -253,6 +259,8 @@ CASES = st.builds(
 @example(case=Case((1, 1), then=(2, 2)))  # ZERO1 over both dims
 @example(case=Case((2, 2), then=(0, 0), freezes=True))  # ZERO2
 @example(case=Case((2, 4), then=(1, 1), offloads=True))  # HFSDP
+@example(case=Case((3, 3), then=(2, 4), arena=True))
+@example(case=Case((1, 1), then=(3, 4), arena=True, accumulates=True))
 @example(case=Case((2, 4), then=(2, 4), mixed=True, clips=True))
 @example(case=Case((3, 4), then=(2, 4), recomputes=True))  # a partial reshard
 @example(case=Case((4, 3), then=(2, 3), accumulates=True, freezes=True))
