@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_what_stays_full_by_a_setting_counts_in_the_plan(
     with fake_world(8):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         made = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-        options = {
+        options: dict[str, Any] = {
             "strategy": strategy,
             "device_mesh": mesh if strategy in HYBRID else mesh._flatten("all"),
         }
