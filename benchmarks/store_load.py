@@ -67,7 +67,7 @@ def first_step(world: World, units: int) -> list[Requests]:
     store = agreement.key_value_store()
     # The watch asks for the store once, to connect; its requests are counted apart.
     noting = _Noting(store, noted)
-    with mock.patch.object(agreement, "_store", return_value=noting):
+    with mock.patch.object(agreement, "key_value_store", return_value=noting):
         ends = []
         model(torch.ones(2, 8)).sum().backward()
         ends.append(len(noted))

@@ -13,10 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from composable_fsdp import (
     CPUOffload,
@@ -36,7 +42,9 @@ from composable_fsdp import (
     state_dict_type,
 )
 from composable_fsdp.comm import collectives
+from composable_fsdp.config import Arena
 from property_tests.live import examples
+from tests.parallel import experts, models
 from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
@@ -85,6 +93,7 @@ class Case:
     recomputes: bool = False
     freezes: bool = False
     offloads: bool = False
+    arena: bool = False
 
 
 def model_of(case: Case) -> nn.Sequential:
@@ -106,6 +115,7 @@ def shard(model: nn.Sequential, levels: Levels, case: Case) -> nn.Sequential:
         "placement": placed(levels),
         "mixed_precision": BF16 if case.mixed else None,
         "cpu_offload": CPUOffload(offload_params=case.offloads),
+        "arena": Arena(poison=True) if case.arena else None,
     }
     for block in list(model)[:2]:
         if case.recomputes:
@@ -230,7 +240,10 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor], case: Case) -> 
 
 
 LEVELS = st.sampled_from(LEGAL)
-FLAGS = ("mixed", "accumulates", "clips", "recomputes", "freezes", "offloads")
+FLAGS = (
+    *("mixed", "accumulates", "clips", "recomputes", "freezes", "offloads"),
+    "arena",
+)
 CASES = st.builds(
     Case,
     levels=LEVELS,
@@ -246,6 +259,8 @@ CASES = st.builds(
 @example(case=Case((1, 1), then=(2, 2)))  # ZERO1 over both dims
 @example(case=Case((2, 2), then=(0, 0), freezes=True))  # ZERO2
 @example(case=Case((2, 4), then=(1, 1), offloads=True))  # HFSDP
+@example(case=Case((3, 3), then=(2, 4), arena=True))
+@example(case=Case((1, 1), then=(3, 4), arena=True, accumulates=True))
 @example(case=Case((2, 4), then=(2, 4), mixed=True, clips=True))
 @example(case=Case((3, 4), then=(2, 4), recomputes=True))  # a partial reshard
 @example(case=Case((4, 3), then=(2, 3), accumulates=True, freezes=True))
@@ -290,48 +305,114 @@ def test_ranks_agree_when_values_are_old(ranks: RankCount, levels: Levels) -> No
     ranks(4).run(check_by_hand, levels)
 
 
-def norm_of(world: World, levels: Levels, microbatches: int) -> None:
+@dataclass(frozen=True)
+class Normed:
+    """A model whose ranks also hold other columns, or other experts, and its step."""
+
+    levels: Levels
+    holds: str = "equal"
+    """What the ranks of a further dim hold: nothing else, "columns", or "experts"."""
+    dims: tuple[int, int] = (2, 2)
+    """Sizes of the dims that the placement names."""
+    microbatches: int = 1
+
+    @property
+    def others(self) -> int:
+        return 1 if self.holds == "equal" else 2
+
+    @property
+    def ranks(self) -> int:
+        return self.dims[0] * self.dims[1] * self.others
+
+
+class Pair(nn.Module):
+    """Two experts, of which each takes half of the rows; a rank may hold one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.group: dist.ProcessGroup | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group is None:
+            parts = zip(self.each, x.chunk(2), strict=True)
+            return torch.cat([expert(rows) for expert, rows in parts])
+        half = [len(x) // 2] * 2
+        (expert,) = [each for each in self.each if each is not None]
+        rows = expert(experts.travel(x, half, half, self.group))
+        return experts.travel(rows, half, half, self.group)
+
+
+def layers_of(case: Normed) -> nn.Sequential:
     """Small integers, so that bfloat16 and sums in any order are exact."""
     torch.manual_seed(5)
-    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
-    values = torch.randint(-1, 2, (128,)).float()
+    middle = Pair() if case.holds == "experts" else nn.Linear(8, 8, bias=False)
+    ends = [nn.Linear(8, 8, bias=False) for _ in range(2)]
+    model = nn.Sequential(ends[0], middle, ends[1])
+    size = sum(p.numel() for p in model.parameters())
+    values = torch.randint(-1, 2, (size,)).float()
     nn.utils.vector_to_parameters(values, model.parameters())
-    plain = copy.deepcopy(model)
-    shape = {1: (1, 1), 2: (1, 2), 4: (2, 2)}[world.world_size]
-    sharded = shard_plainly(model, levels, shape)
-    rows = torch.randint(-1, 2, (world.world_size, 4 * microbatches, 8)).float()
+    return model
 
-    for at, part in enumerate(rows[world.rank].chunk(microbatches)):
-        with nullcontext() if at == microbatches - 1 else no_sync(sharded):
-            sharded(part).float().sum().backward()
+
+def divided(case: Normed) -> nn.Module:
+    """The model over the mesh (outer, inner, other), sharded by the placement."""
+    models.forget_meshes()
+    model, names = layers_of(case), (*DIMS, "other")
+    mesh = init_device_mesh("cpu", (*case.dims, case.others), mesh_dim_names=names)
+    data, other = mesh[DIMS], mesh["other"]
+    options: dict[str, Any] = {
+        "placement": placed(case.levels),
+        "mixed_precision": BF16,
+    }
+    if case.holds == "columns":
+        # The first layer is equal on ranks with other columns: counted once.
+        cuts = {"1": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, other, cuts)
+    elif isinstance(pair := model[1], Pair):
+        pair.group = other.get_group()
+        pair.each[1 - other.get_local_rank()] = None  # type: ignore[assignment]
+        fully_shard(pair, device_mesh=data, expert_mesh=other, **options)
+        every = (case.dims[0], case.dims[1] * case.others)
+        data = init_device_mesh("cpu", every, mesh_dim_names=DIMS)
+    return fully_shard(model, device_mesh=data, **options)
+
+
+def norm_of(world: World, case: Normed) -> None:
+    model, plain = divided(case), layers_of(case)
+    # Ranks with other columns have the same data.
+    same = case.others if case.holds == "columns" else 1
+    parts = world.world_size // same
+    rows = torch.randint(-1, 2, (parts, 4 * case.microbatches, 8)).float()
+
+    for at, part in enumerate(rows[world.rank // same].chunk(case.microbatches)):
+        with nullcontext() if at == case.microbatches - 1 else no_sync(model):
+            model(part).float().sum().backward()
     for own in rows:
-        (plain(own).sum() / world.world_size).backward()
+        for part in own.chunk(case.microbatches):
+            (plain(part).sum() / parts).backward()
 
     whole = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()  # type: ignore[union-attr]
-    torch.testing.assert_close(grad_norm(sharded), whole, rtol=1e-6, atol=0)
+    torch.testing.assert_close(grad_norm(model), whole, rtol=1e-6, atol=0)
 
 
-def shard_plainly(
-    model: nn.Module, levels: Levels, shape: tuple[int, int]
-) -> nn.Module:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=DIMS)
-    return fully_shard(
-        model, device_mesh=mesh, placement=placed(levels), mixed_precision=BF16
-    )
+NORMED = st.builds(
+    Normed,
+    levels=LEVELS,
+    holds=st.sampled_from(["equal", "columns", "experts"]),
+    dims=st.sampled_from([(2, 2), (1, 2), (2, 1), (1, 1)]),
+    microbatches=st.integers(1, 3),
+).filter(lambda case: case.ranks in (2, 4))
 
 
 @pytest.mark.req("D-31")
 @examples(4)
-@given(
-    levels=LEVELS,
-    world_size=st.sampled_from([2, 4]),
-    microbatches=st.integers(1, 3),
-)
-@example(levels=(1, 1), world_size=4, microbatches=3)
-@example(levels=(2, 4), world_size=4, microbatches=2)
-def test_the_norm_is_that_of_the_whole_gradient(
-    ranks: RankCount, levels: Levels, world_size: int, microbatches: int
-) -> None:
-    """Of any placement, over microbatches, in bfloat16 with float32 gradients: the norm
-    of the plain float32 model on one batch."""
-    ranks(world_size).run(norm_of, levels, microbatches)
+@given(case=NORMED)
+@example(case=Normed((1, 1), microbatches=3))
+@example(case=Normed((2, 4), microbatches=2))
+@example(case=Normed((1, 1), "columns", (1, 2), microbatches=2))
+@example(case=Normed((2, 4), "experts", (2, 1)))
+def test_the_norm_is_that_of_the_whole_gradient(ranks: RankCount, case: Normed) -> None:
+    """Of any placement, over microbatches, in bfloat16 with float32 gradients, also if
+    ranks hold other columns or experts: the norm of the plain float32 model."""
+    ranks(case.ranks).run(norm_of, case)

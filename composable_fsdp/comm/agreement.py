@@ -32,7 +32,7 @@ comparisons off.
 Default: 0.9 times the group's timeout, so that a DesyncError is raised before the
 backend aborts a collective that waits for a missing rank."""
 
-_store = default_store
+key_value_store = default_store
 _SHARE = 0.9
 """Default wait as a fraction of the group's timeout."""
 _peers: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
@@ -89,7 +89,7 @@ class Peers:
         text = f"{mine}\n{dist.get_rank()}"
         # ``compare_set`` with an empty expected value writes only if the key does not
         # exist, and returns the stored text.
-        first = _store().compare_set(self._key(place), "", text).decode()
+        first = key_value_store().compare_set(self._key(place), "", text).decode()
         told, _, rank = first.rpartition("\n")
         # Usually equal: a text is parsed only for an error.
         return None if told == mine else PeerMessage(int(rank), json.loads(told))
@@ -101,7 +101,7 @@ class Peers:
 
         Goes by the ranks that come ``within`` seconds; removes the places ``also``.
         """
-        store, key, size = _store(), self._key(place), self._group.get().size()
+        store, key, size = key_value_store(), self._key(place), self._group.get().size()
         if text is not None:
             self.say(f"{place}/text", text)
         # A single integer holds the numbers of ranks that came, that gave a text, which
@@ -154,11 +154,6 @@ def seconds_to_wait(group: dist.ProcessGroup) -> float:
     """Return the number of seconds that a rank waits for other ranks of ``group``."""
     asked = os.environ.get(TIMEOUT_VARIABLE)
     return float(asked) if asked else _SHARE * group_timeout(group)
-
-
-def key_value_store() -> Any:
-    """Return the store that the default group was created with; do not keep it."""
-    return _store()
 
 
 def own_connection() -> Any:

@@ -194,7 +194,7 @@ def all_reduce(
     given: Any = [tensors] if isinstance(tensors, Tensor) else tensors
     _note("all_reduce", given, group)
     operation = operation or begin("all_reduce", group, given[0])
-    coalesced = len(given) > 1 and operation.log.is_nccl
+    coalesced = len(given) > 1 and operation.log.coalesces
     kind = dist.AllreduceCoalescedOptions if coalesced else dist.AllreduceOptions
     options: Any = kind()
     total = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM

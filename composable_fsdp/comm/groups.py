@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from math import prod
 
 import torch.distributed as dist
 
-from composable_fsdp.comm.operations import operation_log
+from composable_fsdp.comm.operations import SIMULATED, operation_log
+from composable_fsdp.comm.placements import REPLICATE, SHARD, Choice, Ways, grid_of
 from composable_fsdp.errors import PhaseError
-
-if TYPE_CHECKING:
-    from composable_fsdp.comm.placements import Choice, Ways
-
-SIMULATED = "simulated"
-"""The backend of ``tools.simulated_world``."""
 
 PEERLESS = ("fake", SIMULATED)
 """Backends of groups without other ranks; ``fake`` is torch's."""
@@ -184,8 +179,8 @@ class RankLayout:
     """
 
     __slots__ = (
-        *("_experts", "_replicate", "_shard", "by_node", "device_type", "groups"),
-        *("is_nccl", "mesh", "replicas", "shard_world_size", "ways"),
+        *("_experts", "_replicate", "_shard", "by_node", "device_type", "grid"),
+        *("groups", "is_nccl", "members", "ways", "world_size"),
     )
 
     def __init__(
@@ -194,7 +189,7 @@ class RankLayout:
         replicate: dist.ProcessGroup | None,
         device_type: str | None,
         *,
-        mesh: tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]] | None = None,
+        mesh: tuple[Sequence[str], Sequence[int], Sequence[int]] | None = None,
         by_node: bool = False,
         experts: dist.ProcessGroup | None = None,
     ) -> None:
@@ -202,13 +197,21 @@ class RankLayout:
         self._replicate, self._experts = _ref(replicate), _ref(experts)
         self.device_type = device_type
         """Device type of the mesh, or ``None`` without a mesh."""
-        self.mesh = mesh
-        """Names of the dims of the mesh, if any, its shape, and its global ranks."""
+        self.members: Sequence[int] | None = None
+        """The global ranks in the order of ``grid``; None for a pair of groups."""
+        names: Sequence[str] = ()
+        shape: Sequence[int] = [each.size() for each in (replicate, shard) if each]
+        if mesh is not None:
+            names, shape, self.members = mesh
+        elif replicate is None:
+            self.members = dist.get_process_group_ranks(shard)
+        names = names or (REPLICATE, SHARD)[-len(shape) :]
+        self.grid = grid_of(dict(zip(names, shape, strict=True)))
+        self.world_size = prod(shape)
+        """Number of ranks in both groups together."""
         self.by_node = by_node
         """Whether the caller gave neither a group nor a mesh."""
         self.is_nccl = self._shard.operations.is_nccl
-        self.shard_world_size = shard.size()
-        self.replicas = replicate.size() if replicate is not None else 1
         self.ways: dict[Choice, Ways] = {}
         """Numbers of ranks by placement, which each unit asks for."""
         self.groups: dict[Choice, Groups] = {}
@@ -228,8 +231,3 @@ class RankLayout:
     def experts(self) -> dist.ProcessGroup | None:
         """The ranks with other experts, if the caller gave an ``expert_mesh``."""
         return None if self._experts is None else self._experts.get()
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in both groups together."""
-        return self.shard_world_size * self.replicas

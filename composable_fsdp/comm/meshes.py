@@ -172,6 +172,11 @@ def _groups_of_mesh(
             "with torch.distributed.device_mesh.init_device_mesh."
         )
     names = mesh.mesh_dim_names or ()
+    # A mesh that is no part of a larger one may have any name.
+    if mesh.ndim == 2 or (mesh.ndim == 1 and mesh._get_root_mesh().ndim > 1):
+        _refuse_others(mesh, [name for name in names if name not in MODEL_PARALLEL])
+    if mesh.ndim == 1:
+        return _member(mesh.get_group()), None
     if mesh.ndim == 2:
         first, second = names or ("", "")
         # A mesh with the dims in the other order would silently shard over the
@@ -182,12 +187,7 @@ def _groups_of_mesh(
                 f"shard; got dimensions named {first!r} and {second!r}. Make it as "
                 "init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))."
             )
-        _refuse_others(mesh, [name for name in names if name not in MODEL_PARALLEL])
         return _member(mesh.get_group(1)), _member(mesh.get_group(0))
-    if mesh.ndim == 1:
-        if mesh._get_root_mesh().ndim > 1:
-            _refuse_others(mesh, [name for name in names if name not in MODEL_PARALLEL])
-        return _member(mesh.get_group()), None
     # Unknown names are refused and not guessed: a wrong guess would average gradients
     # of different parameters.
     _refuse_others(mesh, [name for name in names if name in SHARD + REPLICATE])

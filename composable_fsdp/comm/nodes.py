@@ -51,7 +51,7 @@ VARIABLE = "LOCAL_WORLD_SIZE"
 """Environment variable, set by torchrun: the number of ranks per node."""
 
 _made: dict[tuple[tuple[int, ...], str], weakref.ref[dist.ProcessGroup]] = {}
-"""Groups created here, by global ranks and purpose ("" for the groups of nodes)."""
+"""Groups created here, by global ranks and purpose."""
 
 
 def node_size(world_size: int) -> int:
@@ -71,22 +71,6 @@ def node_size(world_size: int) -> int:
             "torchrun, which sets it, or pass a 2-D device_mesh (replicate, shard)."
         )
     return size
-
-
-def node_groups(
-    world_size: int,
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return this rank's (shard, replicate) groups; ``None`` for a single rank.
-
-    Collective: creates the groups at the first call, on all ranks of the default group.
-    """
-    # Ranks of a node are consecutive, as torchrun numbers the ranks.
-    size = node_size(world_size)
-    starts = range(0, world_size, size)
-    return (
-        _group_among([range(start, start + size) for start in starts]),
-        _group_among([range(i, world_size, size) for i in range(size)]),
-    )
 
 
 @lru_cache(maxsize=64)  # asked for each unit
@@ -113,24 +97,16 @@ def _grid(ranks: RankLayout, chosen: Choice) -> tuple[Grid, Sequence[int] | None
 
     Raises: PlanError, if a hybrid strategy has no groups to replicate over.
     """
-    if ranks.mesh is not None and (ranks.replicate or chosen not in HYBRID):
-        names, shape, members = ranks.mesh
-        names = names or (REPLICATE, SHARD)[-len(shape) :]
-        return grid_of(dict(zip(names, shape, strict=True))), members
-    if ranks.replicate is not None:
-        sizes = {REPLICATE: ranks.replicas, SHARD: ranks.shard_world_size}
-        return grid_of(sizes), None
-    given = dist.get_process_group_ranks(ranks.shard)
-    if chosen not in HYBRID:
-        return grid_of({SHARD: len(given)}), given
+    if chosen not in HYBRID or ranks.replicate is not None:
+        return ranks.grid, ranks.members
     if not ranks.by_node:
         raise PlanError(
             f"{name_of(chosen)} expects a 2-D device_mesh (replicate, shard) or "
             "a tuple (shard group, replicate group); got one group. Pass one "
             "of the two, or neither to shard within a node."
         )
-    size = node_size(len(given))
-    return grid_of({REPLICATE: len(given) // size, SHARD: size}), given
+    size = node_size(ranks.world_size)
+    return grid_of({REPLICATE: ranks.world_size // size, SHARD: size}), ranks.members
 
 
 def sizes_for(ranks: RankLayout, chosen: Choice) -> Ways:
@@ -158,8 +134,7 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
     """Return the groups of a unit; units with equal placements share them.
 
     Collective: creates the groups that the caller has not given, at the first call for
-        a placement; all ranks must call. Groups of nodes, and those that ``twin_group``
-        names: all ranks of the default group.
+        a placement; all ranks must call, as of ``twin_group``.
     Raises: PlanError, as ``sizes_for``.
     """
     made = ranks.groups.get(chosen)
@@ -168,7 +143,7 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
     grid, members = _grid(ranks, chosen)
     dims, sizes = grid.place(chosen)
     by_node = ranks.by_node and chosen in HYBRID
-    given = node_groups(ranks.world_size) if by_node else (ranks.shard, ranks.replicate)
+    given = (None, None) if by_node else (ranks.shard, ranks.replicate)
     known = dict(zip((grid.roles[SHARD], grid.roles[REPLICATE]), given, strict=True))
 
     def over(names: tuple[str, ...]) -> dist.ProcessGroup | None:
@@ -176,8 +151,9 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
             return None
         if members is None:
             return _of_pair(ranks, names, grid, dims)
-        if names in known and sizes == grid.sizes:
-            return known[names]
+        group = known.get(names)
+        if group is not None and sizes == grid.sizes:
+            return group
         # The ranks that differ from this one in ``names`` alone, in this order.
         strides, stride = {}, 1
         for name in reversed(sizes):
@@ -230,33 +206,6 @@ def _group_of(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGr
     return _own_group(ranks, "placement", backend, seconds)
 
 
-def _group_among(parts: Sequence[range]) -> dist.ProcessGroup | None:
-    """Return the group of the part that contains this rank; parts have equal sizes."""
-    if len(parts) == 1:
-        return dist.group.WORLD
-    if len(parts[0]) == 1:
-        return None
-    (mine,) = [tuple(part) for part in parts if dist.get_rank() in part]
-    known = _known(mine, "")
-    if known is None:
-        # Every process creates all groups, in the same order: ``new_group`` requires
-        # the call on all ranks of the default group, members or not. Units of later
-        # calls of ``fully_shard`` find the groups in ``_made``.
-        made = {tuple(part): dist.new_group(list(part)) for part in parts}
-        known = made[mine]
-        _made[mine, ""] = weakref.ref(known)
-    return known
-
-
-def _known(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
-    """Return a group created earlier, if torch.distributed still knows the group."""
-    made = _made.get((ranks, purpose))
-    group = made() if made is not None else None
-    # The weak reference is not sufficient: another object may keep a destroyed group
-    # alive on this rank and not on another. What torch.distributed knows is equal.
-    return group if group in distributed_c10d._world.pg_group_ranks else None
-
-
 def private_group(
     ranks: tuple[int, ...], purpose: str, timeout: float | None = None
 ) -> dist.ProcessGroup | None:
@@ -292,8 +241,11 @@ def _own_group(
 ) -> dist.ProcessGroup:
     """Return a group of some ranks of the default group, made at the first call."""
     key = f"{purpose} {backend}"
-    known = _known(ranks, key)
-    if known is not None:
+    made = _made.get((ranks, key))
+    known = made() if made is not None else None
+    # The weak reference is not sufficient: another object may keep a destroyed group
+    # alive on this rank and not on another. What torch.distributed knows is equal.
+    if known is not None and known in distributed_c10d._world.pg_group_ranks:
         return known
     described = f"composable_fsdp {purpose}"
     # ``new_group(use_local_synchronization=True)`` derives the name from the number of

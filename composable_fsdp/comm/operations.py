@@ -31,6 +31,9 @@ from composable_fsdp.errors import PACKAGE, CollectiveError, FSDPError
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase
 
+SIMULATED = "simulated"
+"""The backend of ``tools.simulated_world``, which sends as NCCL does."""
+
 MOST_OPERATIONS = 1024
 """Number of operations that are kept per process group."""
 
@@ -99,8 +102,8 @@ class OperationLog:
     """The collectives of a process group on this rank, in the order of issue."""
 
     __slots__ = (
-        *("__weakref__", "guarded", "is_nccl", "marks", "name", "number"),
-        *("operations", "patience", "recorder", "threads"),
+        *("__weakref__", "coalesces", "guarded", "is_nccl", "marks", "name"),
+        *("number", "operations", "patience", "recorder", "threads"),
     )
 
     def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
@@ -112,6 +115,8 @@ class OperationLog:
         backends = dist.get_backend_config(group)
         self.is_nccl = "cuda:nccl" in backends
         """Whether the group sends CUDA tensors by NCCL."""
+        self.coalesces = self.is_nccl or SIMULATED in backends
+        """Whether an all-reduce of several tensors is sent as one."""
         # Only gloo's ``Work`` can be waited for in slices: with NCCL, a limit makes the
         # host wait for the GPU.
         self.patience = PATIENCE if "cpu:gloo" in backends else _NO_LIMIT

@@ -35,12 +35,6 @@ ROWS: dict[ShardingStrategy, Placement] = {
 }
 """The placement of each strategy."""
 
-RESHARDING = {
-    ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.HYBRID_SHARD: ShardingStrategy._HYBRID_SHARD_ZERO2,
-}
-"""Pairs of strategies that differ in what happens between forward and backward."""
-
 Choice: TypeAlias = ShardingStrategy | Placement
 """A strategy, or the caller's own placement."""
 

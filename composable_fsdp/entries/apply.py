@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from composable_fsdp.planning.policies import AnyPolicy
     from composable_fsdp.runtime.materialize import Init
 
-# Imported when used: policies, initial values, and registered memory.
+# Imported when used: policies and initial values.
 
 _is_plain = attrgetter("is_plain")
 
@@ -146,11 +146,12 @@ def apply(
     values = None
     # Else all values are there: with a CPU as the compute device no buffer is moved.
     if on_meta or init is not None or sync or device.type != "cpu":
-        from composable_fsdp.entries.initial_values import prepare_values
+        from composable_fsdp.entries.initial_values import own_forms, prepare_values
 
         if sync:
+            forms = own_forms(targets)
             for meet in moments.BEFORE_SYNC:
-                meet(request.api, modules[0], ranks)
+                meet(request.api, modules[0], ranks, forms)
         values = prepare_values(
             targets,
             init=init,
@@ -296,9 +297,12 @@ def _refuse_ranks(
     """Refuse targets that do not fit the groups; planning knows only their sizes."""
     # Equal units share their layouts, so plain models pay one test per region.
     layouts = [layout for target in targets for layout in target.plan.regions]
-    if not all(map(_is_plain, layouts)):
+    is_plain = all(map(_is_plain, layouts))
+    for target in targets:
+        is_plain = is_plain and target.plan.options.arena is None
+    if not is_plain:
         for check in moments.UNITS_PLANNED:
-            check(targets, ranks)
+            check(targets, ranks, device)
     # Other ranks would wait for this rank where they exchange names and norms.
     if ranks.experts is not None and not parameters:
         raise PlanError(
@@ -307,9 +311,3 @@ def _refuse_ranks(
             "norms and state dicts are exchanged where experts are. Use fewer "
             "ranks, or stacked experts as DTensors, of which a rank may have none."
         )
-    for target in targets:
-        arena = target.plan.options.arena
-        if arena is not None and arena.comm_memory:
-            from composable_fsdp.comm.registered_memory import refuse_without_nccl
-
-            refuse_without_nccl(device, ranks)

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import RankLayout
-from composable_fsdp.errors import DesyncError, PlanError
+from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.planning.planner import Target
@@ -57,12 +56,10 @@ def prepare_values(
 ) -> PreparedValues:
     """Return what gives units their values; ``on_meta``: any parameter has none yet.
 
-    Collective: with ``sync`` an all-gather of objects over the shard (and replicate)
-        group. The returned function: with ``sync`` a broadcast per parameter and buffer
-        of the unit over these groups.
+    Collective: none. The returned function: with ``sync`` a broadcast per parameter and
+        buffer of the unit over the shard (and replicate) group.
     Raises: PlanError, for a unit that is on meta in part, or a module on meta that
-        has no ``reset_parameters``; DesyncError, if names, shapes or dtypes differ
-        between ranks.
+        has no ``reset_parameters``.
     """
     # Without an initializer the shards of a model on meta stay on meta until to_empty
     # or a state dict gives them values.
@@ -75,8 +72,6 @@ def prepare_values(
         # Found for all units before the first unit changes, so that a missing
         # reset_parameters is refused with the model unchanged.
         init = _choose(init, waiting, device, is_first=not sync or _is_first(ranks))
-    if sync:
-        _require_equal_forms(targets, ranks)
     # A buffer that several units share is moved and broadcast once.
     done: set[int] = set()
 
@@ -108,25 +103,7 @@ def prepare_values(
     return PreparedValues(before, awaiting, stays_on_meta)
 
 
-def _require_equal_forms(targets: Sequence[Target], ranks: RankLayout) -> None:
-    """Refuse a broadcast of tensors whose names, dtypes or shapes differ between ranks.
-
-    Collective: an all-gather of objects over the shard and the replicate group.
-    Raises: DesyncError, on all ranks.
-    """
-    mine, error = _own_forms(targets), ""
-    # An error of a shard group reaches the other replicas by the second gather.
-    for group in (ranks.shard, ranks.replicate):
-        if group is not None and group.size() > 1:
-            told = collectives.all_gather_object((mine, error), group)
-            error = next((text for _, text in told if text), "")
-            members = dist.get_process_group_ranks(group)
-            error = error or _form_difference(members, [forms for forms, _ in told])
-    if error:
-        raise DesyncError(error)
-
-
-def _own_forms(targets: Sequence[Target]) -> dict[str, str]:
+def own_forms(targets: Sequence[Target]) -> dict[str, str]:
     """Return dtype and shape of this rank's parameters and buffers, by name."""
     names = {id(m): name for top in targets[0].modules for name, m in named(top)}
     forms: dict[str, str] = {}
@@ -140,21 +117,6 @@ def _own_forms(targets: Sequence[Target]) -> dict[str, str]:
                     name = strip_wrapper(join_name(names[id(module)], key))
                     forms[name] = f"{part.dtype} of shape {tuple(part.shape)}"
     return forms
-
-
-def _form_difference(ranks: Sequence[int], told: Sequence[dict[str, str]]) -> str:
-    """Return the error of the first difference from the first rank; "" without one."""
-    first = told[0]
-    for rank, theirs in zip(ranks, told, strict=True):
-        for name in (*first, *theirs):
-            if first.get(name) != theirs.get(name):
-                return (
-                    f"sync_module_states=True: {quoted(name)} is "
-                    f"{first.get(name, 'absent')} on rank {ranks[0]} and "
-                    f"{theirs.get(name, 'absent')} on rank {rank}. Make the model with "
-                    "equal names, shapes and dtypes on every rank; values may differ."
-                )
-    return ""
 
 
 def _is_first(ranks: RankLayout) -> bool:

@@ -34,8 +34,11 @@ from composable_fsdp.tree.changed_settings import changed_settings
 operations.RECORDING.append(watch)
 meeting.MEETS.append(meet_in_store)
 device.CAPTURES.append(note_capture)
-moments.UNITS_PLANNED.append(
-    later("composable_fsdp.features.parallel.dtensor_form", "refuse_shared_ranks")
+moments.UNITS_PLANNED.extend(
+    (
+        later("composable_fsdp.features.parallel.dtensor_form", "refuse_shared_ranks"),
+        later("composable_fsdp.features.arena.registered_memory", "refuse_arenas"),
+    )
 )
 moments.FORMS_TAKEN.append(
     later("composable_fsdp.features.parallel.dtensor_form", "with_plain_parameters")

@@ -35,7 +35,7 @@ from composable_fsdp.planning.checks import (
     refuse_parameter,
     share_storage,
 )
-from composable_fsdp.planning.options import UnitOptions, as_keywords, override
+from composable_fsdp.planning.options import PER_MODULE, UnitOptions, override
 
 Chosen = Mapping[nn.Module, tuple[nn.Module, ...]]
 """Per unit, its first module in walking order, and all its modules."""
@@ -248,7 +248,7 @@ def _units_below(
     boundaries = frozenset(
         m for m in walk.modules(root) if m is not root and _is_boundary(m)
     )
-    root_kwargs = as_keywords(request.options)
+    root_kwargs = {name: getattr(request.options, name) for name in PER_MODULE}
     targets = request.policy(
         root,
         ignored_modules=request.ignored_modules,

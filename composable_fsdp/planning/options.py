@@ -313,11 +313,6 @@ def override(
     return replace(root, **named)
 
 
-def as_keywords(options: UnitOptions) -> dict[str, Any]:
-    """Return the options as a new dict of keyword arguments, for a policy."""
-    return {name: getattr(options, name) for name in PER_MODULE}
-
-
 def in_force(options: UnitOptions) -> dict[str, object]:
     """Return the options by name, reduced to their effect."""
     found = {name: getattr(options, name) for name in PER_MODULE}

@@ -1,8 +1,8 @@
-"""Makes the layout of a unit: regions, of the cheapest partition of block classes."""
+"""Makes the layout of a unit: regions, of a cheap partition of block classes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -19,9 +19,6 @@ LAUNCH_BYTES = 64 * 1024
 # At other addresses NCCL leaves its vectorized path (pytorch#195450).
 SHARD_ALIGNMENT = 16
 """Alignment, in bytes, of every shard and of every full parameter."""
-
-EXACT_CLASSES = 8
-"""Largest number of block classes with an optimal partition; above, a greedy merge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,77 +90,32 @@ def pack_whole(
 def partition(
     members: Members, itemsize: int, world_size: int, launch_bytes: int, grid: int = 1
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the partition of ``members`` into regions that costs least."""
+    """Return a partition of ``members`` into regions of which no two merge cheaper."""
     # Members with equal blocks always share a region. A unit has few classes: rows of
     # one or two widths, and single elements.
     classes: dict[int, list[int]] = {}
     for i, (_, block) in enumerate(members):
         classes.setdefault(block, []).append(i)
-    sets = list(classes.values())
 
     def cost(indices: Sequence[int]) -> int:
-        chosen = tuple(members[i] for i in indices)
+        chosen = tuple(members[i] for i in sorted(indices))
         packing = pack(chosen, itemsize, world_size, grid)
         return packing.padding * itemsize + launch_bytes
 
-    def merged(parts: Iterable[Sequence[int]]) -> tuple[int, ...]:
-        return tuple(sorted(i for part in parts for i in part))
-
-    if len(sets) == 1:
-        return (merged(sets),)
-    # The exact search is exponential in the number of classes.
-    exact = len(sets) <= EXACT_CLASSES
-    chosen = _exact(sets, cost, merged) if exact else _greedy(sets, cost, merged)
-    return tuple(sorted(chosen))
-
-
-_Cost = Callable[[Sequence[int]], int]
-_Merge = Callable[[Iterable[Sequence[int]]], tuple[int, ...]]
-
-
-def _exact(sets: list[list[int]], cost: _Cost, merged: _Merge) -> list[tuple[int, ...]]:
-    """Return the cheapest set partition; dynamic programming over sets of classes."""
-    full = (1 << len(sets)) - 1
-    # Subsets of classes as bit masks.
-    groups = {
-        mask: merged(sets[i] for i in range(len(sets)) if mask >> i & 1)
-        for mask in range(1, full + 1)
-    }
-    price = {mask: cost(indices) for mask, indices in groups.items()}
-    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
-    for mask in range(1, full + 1):
-        # Only parts with the lowest class of ``mask``, of which every partition has
-        # exactly one, so that each is counted a single time.
-        low = mask & -mask
-        part = mask
-        options = []
-        while part:
-            if part & low:
-                rest = best[mask ^ part]
-                options.append((price[part] + rest[0], (part, *rest[1])))
-            # The next smaller subset of ``mask``.
-            part = (part - 1) & mask
-        best[mask] = min(options)
-    return [groups[part] for part in best[full][1]]
-
-
-def _greedy(
-    sets: list[list[int]], cost: _Cost, merged: _Merge
-) -> list[tuple[int, ...]]:
-    """Merge the pair of groups that saves most, until no merge saves anything."""
-    groups = [merged([part]) for part in sets]
+    # Merge the pair of groups that saves most, until no merge saves anything. The best
+    # of all set partitions pads 0.1 % of a unit less, in one of ten units.
+    groups = list(classes.values())
     while len(groups) > 1:
         savings = [
-            (cost(a) + cost(b) - cost(merged([a, b])), i, j)
+            (cost(a) + cost(b) - cost(a + b), i, j)
             for i, a in enumerate(groups)
             for j, b in enumerate(groups[:i])
         ]
         saved, i, j = max(savings, key=lambda item: item[0])
         if saved <= 0:
             break
-        both = merged([groups[i], groups[j]])
-        groups = [g for k, g in enumerate(groups) if k not in (i, j)] + [both]
-    return groups
+        groups[j] = groups[j] + groups.pop(i)
+    return tuple(sorted(tuple(sorted(group)) for group in groups))
 
 
 def round_up(value: int, multiple: int) -> int:

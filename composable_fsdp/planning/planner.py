@@ -28,7 +28,7 @@ from composable_fsdp.planning.unit_plan import (
     Place,
     UnitPlan,
     padding_notes,
-    require_plain_memory,
+    refuse_wire_of_pieces,
 )
 
 
@@ -167,7 +167,7 @@ def _build(
         world_size=sizes.shard_world_size,
     )
     plan = UnitPlan(fqn, class_name, regions, options, *sizes)
-    require_plain_memory(plan)
+    refuse_wire_of_pieces(plan)
     # Regions sort their slots; ``order`` maps the slots back to the walk's order.
     order = tuple([region.indices for region in regions])
     places = [

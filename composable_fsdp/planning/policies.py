@@ -170,15 +170,6 @@ class SizePolicy:
             for name, given in (("exclude", exclude), ("force_leaf", force_leaf))
         )
 
-    def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: Set[nn.Module],
-        root_kwargs: Mapping[str, Any],
-    ) -> Targets:
-        units = choose_units(self, root_module, left_out=ignored_modules)
-        return {module: dict(root_kwargs) for module in units}
-
     def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         """Return the answer of FSDP1's function form."""
         return size_based_auto_wrap_policy(
@@ -326,13 +317,10 @@ def _answer(
             f"A policy expects one of the forms {_FORMS}, got {named}. "
             "For units by class, pass ModuleWrapPolicy({TheClass})."
         )
-    # Copies, since a policy may change them. ``choose_units`` leaves the ignored
-    # parameters out of the numel, which ``SizePolicy._run_policy`` cannot.
-    if isinstance(policy, Policy) and not isinstance(policy, SizePolicy):
+    # Copies, since a policy may change them.
+    if isinstance(policy, Policy):
         answer: object = policy._run_policy(root, set(left_out), dict(root_kwargs))
-    elif isinstance(policy, SizePolicy) or _takes(
-        policy, module=root, recurse=True, nonwrapped_numel=0
-    ):
+    elif _takes(policy, module=root, recurse=True, nonwrapped_numel=0):
         units = choose_units(
             policy, root, left_out=left_out, ignored_params=ignored_params
         )

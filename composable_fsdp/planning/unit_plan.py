@@ -190,19 +190,15 @@ class UnitPlan:
         return any(r.trainable and r.numel for r in self.regions)
 
 
-def require_plain_memory(unit: UnitPlan) -> None:
-    """Raise PlanError if an option excludes the pieces that the placement keeps."""
-    for option, excludes in (
-        ("wire", unit.piece_ranks),
-        ("arena", unit.piece_ranks or unit.stays_full),
-    ):
-        if excludes and getattr(unit.options, option) is not None:
-            raise PlanError(
-                f"{option}={getattr(unit.options, option)} expects full parameters "
-                f"that are gathered whole and freed whole, and {unit.options.chosen} "
-                f"of unit {unit.fqn or ROOT_NAME} keeps a part of them. Leave "
-                f"{option} out."
-            )
+def refuse_wire_of_pieces(unit: UnitPlan) -> None:
+    """Raise PlanError for a wire format where the placement keeps pieces."""
+    # Pieces hold values in the compute dtype, and are gathered as they are.
+    if unit.piece_ranks and unit.options.wire is not None:
+        raise PlanError(
+            f"wire={unit.options.wire} expects full parameters that are gathered from "
+            f"the shards, and {unit.options.chosen} of unit {unit.fqn or ROOT_NAME} "
+            "keeps a part of them. Leave wire out."
+        )
 
 
 def padding_notes(unit: UnitPlan) -> list[str]:

@@ -66,7 +66,7 @@ def _shape(text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Return texts that are separated by commas, without spaces around them."""
     return [each for each in map(str.strip, text.split(",")) if each]
 
@@ -97,12 +97,13 @@ _KINDS: dict[str, dict[str, Any]] = {
     "X": {"type": _number},
     "SIZE": {"type": _size},
     "BxT": {"type": _shape},
-    "NAMES": {"type": _words},
+    "NAMES": {"type": split_words},
     "FILE": {"type": Path},
     "DST": {"type": Path},
     "MODELS": {"nargs": "*", "metavar": "MODEL"},
     "BLOCK": {"type": _block, "metavar": "row|element|tensor|rows:N"},
     "strategy": {"type": word_of, "choices": STRATEGIES},
+    "DIMS": {},
     "dtype": {"type": _dtype, "choices": DTYPES},
     "prefetch": {"choices": PREFETCH},
     "wire": {"choices": WIRES},
@@ -132,6 +133,8 @@ _MODEL = """\
 [options of fully_shard]
 --strategy strategy=full-shard
     what is sharded, and when (default: full-shard)
+--placement DIMS
+    the same by dims, as gradients=shard,states=shard for zero2
 --shard-world-size N
     ranks that share the parameters; others hold copies (default: all)
 --dtype dtype

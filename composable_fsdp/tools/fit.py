@@ -115,11 +115,12 @@ def _changes(found: Forecast) -> list[_Change]:
     strategy = hybrid if any(o.strategy in HYBRID for o in options) else full
     activations = found.activations
     name = strategy.name.lower().replace("_", "-")
+    switch = {"strategy": strategy, "placement": None}
     # In the order of what a user loses: first memory for time, at last the host.
     rows: list[tuple[bool, _Change]] = [
         (
-            any(o.strategy not in (full, hybrid) for o in options),
-            (f"strategy={strategy.name}", f"--strategy {name}", {"strategy": strategy}),
+            any(o.chosen not in (full, hybrid) for o in options),
+            (f"strategy={strategy.name}", f"--strategy {name}", switch),
         ),
         (
             # NO_SHARD has replicas without groups, and FULL_SHARD is its change.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from composable_fsdp.config import (
     Block,
     CPUOffload,
     MixedPrecision,
+    Placement,
     ShardingStrategy,
 )
 from composable_fsdp.errors import FSDPError, PlanError
@@ -26,7 +28,7 @@ from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.policies import SizePolicy
 from composable_fsdp.tools import plan_models, plan_report
 from composable_fsdp.tools.activations import measure_activations
-from composable_fsdp.tools.arguments import word_of
+from composable_fsdp.tools.arguments import split_words, word_of
 from composable_fsdp.tools.command import BAD, USAGE, Command, Report
 from composable_fsdp.tools.fake_world import simulated_meshes
 from composable_fsdp.tools.fit import fit
@@ -253,6 +255,22 @@ def _chosen_of(
     return {"units": names}, text
 
 
+def _placement(text: str | None) -> Placement | None:
+    """Return the placement that ``--placement`` describes. Raises: PlanError."""
+    if text is None:
+        return None
+    # A comma without a name behind it is between dims.
+    rows = (row.partition("=") for row in re.split(r",(?=\w+=)", text))
+    try:
+        return Placement(**{name: tuple(split_words(dims)) for name, _, dims in rows})
+    except (TypeError, PlanError) as error:
+        raise PlanError(
+            "--placement expects the dims of parameters, between, gradients and "
+            "states, as parameters=shard,between=shard,gradients=shard,states=replicate"
+            f",shard, where what is left out is whole; got {text!r}: {error}"
+        ) from None
+
+
 def _options_of(given: argparse.Namespace) -> dict[str, Any]:
     """Return the options of ``fully_shard`` that the arguments select."""
     names = (given.param_dtype, given.reduce_dtype)
@@ -260,6 +278,7 @@ def _options_of(given: argparse.Namespace) -> dict[str, Any]:
     block, _, rows = given.block.partition(":")
     found = {
         "strategy": _STRATEGIES[given.strategy],
+        "placement": _placement(given.placement),
         # Without a dtype there is no mixed precision, as in ``fully_shard``.
         "mixed_precision": low if low != MixedPrecision() else None,
         "cpu_offload": CPUOffload(offload_params=True) if given.cpu_offload else None,

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 
 from composable_fsdp.comm.nodes import group_sizes
-from composable_fsdp.comm.placements import RESHARDING, Ways, placement_of
+from composable_fsdp.comm.placements import ROWS, SHARD, Ways, placement_of
 from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.registry import API, get_state
 from composable_fsdp.config import (
@@ -276,19 +276,17 @@ def replan(
 def _shard_world_size(plan: ShardingPlan, ranks: int) -> int | None:
     """Return the size of the plan's shard groups; None for a group of all ranks."""
     for unit in plan.units:
-        row = placement_of(unit.options.chosen)
-        # NO_SHARD replicates over all ranks and says nothing about groups.
-        if not row.states:
-            continue
-        if unit.options.placement is not None:
-            raise PlanError(
-                f"The plan has units of {unit.options.placement}, and does not know "
-                "the sizes of its dims. Pass shard_world_size."
-            )
-        # HFSDP divides states over all ranks, and parameters over a group.
-        is_grid = unit.options.strategy in HYBRID
-        size = unit.parameter_ranks if is_grid else unit.shard_world_size
-        if unit.replicas > 1 or is_grid:
+        chosen, ways = unit.options.chosen, unit.ways
+        placed = placement_of(chosen)
+        # HFSDP divides states over all ranks, and parameters over a group. What is
+        # whole, or over all ranks, says nothing about groups.
+        size = {
+            placed.states: ways.shard_world_size,
+            placed.gradients: ways.gradient_ranks,
+            placed.parameters: ways.parameter_ranks,
+        }.get((SHARD,))
+        every = unit.shard_world_size * unit.replicas
+        if size and (size < every or chosen in HYBRID):
             if ranks > size and ranks % size:
                 raise PlanError(
                     f"The plan has shard groups of {size} ranks, which do not divide "
@@ -318,24 +316,31 @@ def plan_of_units(units: Iterable[tuple[str, _FSDPState]]) -> ShardingPlan:
 
 def unit_plan(fqn: str, state: _FSDPState) -> UnitPlan:
     """Return the plan of a sharded unit; what was frozen later counts as frozen."""
+    plan, options = state.handle.layout.plan, state.options
+    between, reshards = plan.between_ranks, state.settings.reshard_after_forward
+    # The first forward sets the flag of a root, which every plan keeps full anyway.
+    is_set = reshards is not None and not state._is_root
+    if is_set and reshards != options.reshard_after_forward:
+        # What is whole at rest is gathered from the shards again, if it is freed.
+        rest = plan.parameter_ranks
+        freed = rest if rest > 1 else plan.shard_world_size
+        options, between = _resharding(options, reshards), freed if reshards else 1
     return replace(
-        state.handle.layout.plan,
+        plan,
         fqn=fqn,
-        options=_options_in_force(state),
+        options=options,
+        between_ranks=between,
         int8_gradients=state.handle.rule.hook is int8_all_to_all_hook,
     )
 
 
-def _options_in_force(state: _FSDPState) -> UnitOptions:
-    """Return the unit's options, with ``set_reshard_after_forward`` as a strategy."""
-    options = state.options
-    reshards = state.settings.reshard_after_forward
-    # The first forward sets the flag of a root, which every plan keeps full anyway.
-    if state._is_root or reshards is None or reshards == options.reshard_after_forward:
-        return options
-    # Each of a pair is the other with another flag; NO_SHARD has nothing to reshard.
-    other = {**RESHARDING, **{kept: freed for freed, kept in RESHARDING.items()}}
-    if options.placement is not None:
-        between = options.placement.parameters if reshards else ()
-        return replace(options, placement=replace(options.placement, between=between))
-    return replace(options, strategy=other.get(options.strategy, options.strategy))
+def _resharding(options: UnitOptions, reshards: bool | None) -> UnitOptions:
+    """Return the options with ``set_reshard_after_forward`` as a placement."""
+    chosen = options.chosen
+    placed = placement_of(chosen)
+    placed = replace(placed, between=placed.parameters if reshards else ())
+    # By its name, if the unit was given one and another has the placement.
+    for strategy, row in ROWS.items() if options.placement is None else ():
+        if row == placed and (strategy in HYBRID) == (chosen in HYBRID):
+            return replace(options, strategy=strategy)
+    return replace(options, strategy=UnitOptions().strategy, placement=placed)

@@ -13,10 +13,10 @@ from weakref import WeakSet
 from torch import nn
 
 # States and contexts are Any here, because their own module imports this one.
-BEFORE_SYNC: list[Callable[[str, nn.Module, Any], None]] = []
-"""Before a broadcast of values: the name of the API, the module, and the ranks."""
-UNITS_PLANNED: list[Callable[[Any, Any], None]] = []
-"""Before any change, if a parameter is not plain: the targets and the ranks."""
+BEFORE_SYNC: list[Callable[[str, nn.Module, Any, dict[str, str]], None]] = []
+"""Before a broadcast of values: API, module, ranks, and dtypes and shapes by name."""
+UNITS_PLANNED: list[Callable[[Any, Any, Any], None]] = []
+"""Before a change, if any is not plain or has an arena: targets, ranks and device."""
 FORMS_TAKEN: list[Callable[[Any], tuple[Any, Any]]] = []
 """Of a target with parameters that are not plain: puts plain ones in their places and
 returns the target, and the forms by slot index."""

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import composable_fsdp
 from composable_fsdp import Placement, ShardingStrategy, fully_shard, replicate
 from composable_fsdp.comm.placements import ROWS
-from composable_fsdp.config import Arena
 from composable_fsdp.errors import FSDPError, PlanError
 from composable_fsdp.features import Int8Wire, register_comm_hook
 from tests.support.world import fake_world
@@ -53,8 +52,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"placement": Placement(S, ("shard:3",), S, S)}, "divisor n of the 2 ranks"),
     ({"placement": Placement(S, ("shard:0",), S, S)}, "divisor n of the 2 ranks"),
     ({"placement": Placement(S, ("shard:x",), S, S)}, "divisor n of the 2 ranks"),
-    ({"strategy": ShardingStrategy.HFSDP, "arena": Arena()}, "Leave arena out"),
-    ({"strategy": ShardingStrategy.ZERO1, "arena": Arena()}, "Leave arena out"),
     ({"placement": HFSDP, "wire": Int8Wire()}, "Leave wire out"),
     ({"strategy": ShardingStrategy.HFSDP, "pair": True}, "Pass a device_mesh"),
 ]

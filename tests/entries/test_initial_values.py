@@ -39,8 +39,8 @@ def test_a_broadcast_of_unlike_tensors_is_refused_before_it_begins(
 ) -> None:
     """By name on all ranks: equal bytes would be read as another dtype."""
     for what, name in (
-        ("dtype of equal size", "weight"),
-        ("dtype of another size", "weight"),
+        ("dtype of equal size", "bias"),
+        ("dtype of another size", "bias"),
         ("dtype of a buffer", "table"),
         ("shape", "weight"),
         ("one more buffer", "table"),
@@ -50,7 +50,7 @@ def test_a_broadcast_of_unlike_tensors_is_refused_before_it_begins(
             partial(apply_units, model, (), path=path, sync_module_states=True)
         )
 
-        start = f"DesyncError: sync_module_states=True: '1.{name}' is "
+        start = f"DesyncError: sync_module_states=True: '1.{name}': "
         assert text.startswith(start), what
         assert world.all_equal(text)
         assert model[0].weight.shape == (4, 4)

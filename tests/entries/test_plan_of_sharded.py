@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     FullyShardedDataParallel,
@@ -16,8 +18,12 @@ from composable_fsdp import (
     fully_shard,
     plan,
 )
+from composable_fsdp.access import set_reshard_after_forward
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.config import HYBRID
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.tools.sharding_plan import ShardingPlan
+from tests.runtime.traffic import counts, planned
 from tests.support.tiny import TinyBlock
 from tests.support.world import fake_world
 
@@ -93,6 +99,37 @@ def test_blocks_that_are_sharded_count_below_a_root_that_is_not() -> None:
         assert other == plan(made, world_size=4)
     assert [u.options.mixed_precision for u in half.units] == [None, *[LOW] * 4]
     assert [u.fqn for u in half.units] == ["", "1.0", "1.1", "1.2", "1.3"]
+
+
+@pytest.mark.req("N-01")
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("strategy", ShardingStrategy)
+def test_what_stays_full_by_a_setting_counts_in_the_plan(
+    strategy: ShardingStrategy, reshards: bool
+) -> None:
+    """What a step sends is what the plan says, and the strategy has its own name."""
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        made = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        options: dict[str, Any] = {
+            "strategy": strategy,
+            "device_mesh": mesh if strategy in HYBRID else mesh._flatten("all"),
+        }
+        for block in list(made)[1:]:
+            fully_shard(block, **options)
+        fully_shard(made, **options)
+        for block in list(made)[1:]:
+            set_reshard_after_forward(block, reshards)
+        for _ in range(2):
+            with record() as calls:
+                made(torch.ones(2, 8)).sum().backward()
+            torch.optim.SGD(made.parameters()).step()
+
+        found = plan(made)
+        assert counts(calls) == planned(found)
+    name = {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "_HYBRID_SHARD_ZERO2"}
+    if not reshards and strategy.name in name:
+        assert found.units[1].options.strategy.name == name[strategy.name]
 
 
 def test_wrong_units_are_refused_with_the_way_out() -> None:

@@ -6,6 +6,8 @@ import itertools
 import json
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -18,15 +20,18 @@ from torch.distributed._functional_collectives import all_reduce
 from composable_fsdp import (
     CPUOffload,
     MixedPrecision,
+    ShardingStrategy,
     clip_grad_norm_,
     forecast,
     fully_shard,
     simulate,
 )
 from composable_fsdp.comm import device
+from composable_fsdp.config import HYBRID
 from composable_fsdp.errors import PhaseError, PlanError
 from composable_fsdp.features import recent_operations
 from composable_fsdp.tools import Machine, Simulation
+from composable_fsdp.tools.simulated_clock import SimulatedOperation
 from composable_fsdp.tools.unit_costs import Traffic
 from tests.planning.trees import Text
 from tests.support.memory import LiveBytes
@@ -116,25 +121,41 @@ def step_on_64_ranks(link: float) -> Simulation:
 FAST, SLOW = 1e11, 1e8
 
 
+def traffic_of(sent: Sequence[SimulatedOperation]) -> Traffic:
+    """The calls and bytes of collectives."""
+    counted: Counter[str] = Counter()
+    for each in sent:
+        counted[f"{each.name}_calls"] += 1
+        counted[f"{each.name}_bytes"] += each.nbytes
+    return Traffic(**counted)
+
+
 @pytest.mark.req("N-02")
 def test_the_collectives_are_the_planned_ones() -> None:
     """Calls and bytes, with names of units; and the norm of clipping."""
     found = step_on_64_ranks(FAST)
 
-    counted: dict[str, int] = {}
-    for each in found.collectives:
-        for what, more in (("calls", 1), ("bytes", each.nbytes)):
-            key = f"{each.name}_{what}"
-            counted[key] = counted.get(key, 0) + more
-    counted["all_reduce_calls"] -= 1  # of the norm
-    counted["all_reduce_bytes"] = 0
-    assert Traffic(**counted) == found.plan.traffic
+    *steps, norm = found.collectives
+    assert traffic_of(steps) == found.plan.traffic
     assert [each.title for each in found.collectives if each.phase == "forward"] == [
         "all_gather (root)",
         "all_gather blocks.0",
         "all_gather blocks.1",
     ]
-    assert found.collectives[-1].phase == "clip"
+    assert norm.phase == "clip"
+
+
+@pytest.mark.req("N-02")
+@pytest.mark.parametrize("strategy", ShardingStrategy)
+def test_regions_that_are_sent_together_count_once(strategy: ShardingStrategy) -> None:
+    """Two regions per block, in each strategy: calls and bytes are the planned ones."""
+    found = run(
+        strategy=strategy,
+        shard_world_size=4 if strategy in HYBRID else None,
+        group_by=lambda name, parameter: parameter.ndim,
+    )
+
+    assert traffic_of(found.collectives) == found.plan.traffic
 
 
 def test_a_slower_link_takes_longer_and_the_same_memory() -> None:

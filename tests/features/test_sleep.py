@@ -29,8 +29,10 @@ from composable_fsdp import (
     save,
     unshard_params,
 )
+from composable_fsdp.access import set_reshard_after_backward
 from composable_fsdp.access.unsharded_unit import UNSHARDED
-from composable_fsdp.errors import CompositionError, PhaseError
+from composable_fsdp.comm import agreement
+from composable_fsdp.errors import CompositionError, DesyncError, PhaseError
 from composable_fsdp.features import (
     Arena,
     capture,
@@ -255,6 +257,30 @@ def test_gradients_that_wait_for_a_reduction_keep_a_model_awake(world: World) ->
         sleep(model)
     backward(loss_of(model, gpt_input(0, world.rank)))
     nap(model)
+
+
+@pytest.mark.req("M-10")
+@pytest.mark.parametrize("holds", ["pieces", "full"])
+@on_ranks(2)
+def test_a_rank_does_not_sleep_alone_that_holds_what_all_hold(
+    world: World, holds: str
+) -> None:
+    """It would alone gather again; it stays awake, and training goes on."""
+    strategy = ShardingStrategy["ZERO1" if holds == "pieces" else "FULL_SHARD"]
+    model = gpt("composable", strategy=strategy)
+    if holds == "full":
+        set_reshard_after_backward(model, False)
+    loss = loss_of(model, gpt_input(0, world.rank))
+    backward(loss)
+    if world.rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(agreement.TIMEOUT_VARIABLE, "0.2")
+            with pytest.raises(DesyncError, match=r"sleep\(\) of .*rank 1"):
+                sleep(model)
+    world.barrier()
+    assert torch.equal(loss_of(model, gpt_input(0, world.rank)), loss)
+    nap(model)
+    assert torch.equal(loss_of(model, gpt_input(0, world.rank)), loss)
 
 
 @pytest.mark.req("M-10")

@@ -13,6 +13,7 @@ from composable_fsdp import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
+    Placement,
     ShardingStrategy,
     fully_shard,
 )
@@ -34,16 +35,23 @@ from tests.support.sharded import message_of
 from tests.support.tiny import TinyGPT
 from tests.support.world import World
 
+SHARD = ("shard",)
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "zero2": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
     "replicated": {"strategy": ShardingStrategy.NO_SHARD},
+    "zero1": {"strategy": ShardingStrategy.ZERO1},
     "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     "offload": {"cpu_offload": CPUOffload(offload_params=True)},
     "ahead": {"forward_prefetch": True},
     "post": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
     "late": {"backward_prefetch": None},
     "wire": {"wire": Float8Wire()},
+}
+# On a grid of ranks: pieces of the full parameters stay beside the slots.
+PIECES: dict[str, dict[str, Any]] = {
+    "rest": {"strategy": ShardingStrategy.HFSDP, "shard_world_size": 4},
+    "between": {"placement": Placement(SHARD, ("shard:4",), SHARD, SHARD)},
 }
 by_options = pytest.mark.parametrize("options", OPTIONS)
 by_arena = pytest.mark.parametrize(
@@ -119,13 +127,16 @@ def test_addresses_stay_and_numbers_are_those_without_an_arena(
 @pytest.mark.req("M-07", "U-03")
 @by_arena
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
-@pytest.mark.parametrize("options", ["full", "zero2", "bf16", "ahead", "late", "wire"])
+@pytest.mark.parametrize(
+    "options", ["full", "zero1", "zero2", "bf16", "ahead", "late", "wire", *PIECES]
+)
 @pytest.mark.parametrize("make", [equal, unequal, text, Nested])
 def test_the_planned_peak_is_that_of_a_step(
     make: Any, options: str, order: str, arena: Arena
 ) -> None:
     """Slots included, which are there from the first step on."""
-    found, measured, _ = peak_of(make, 8, order, arena=arena, **OPTIONS[options])
+    given = {**OPTIONS, **PIECES}[options]
+    found, measured, _ = peak_of(make, 8, order, arena=arena, **given)
 
     assert found.total == pytest.approx(measured, rel=0.01)
 

@@ -163,7 +163,7 @@ def test_ranks_that_disagree_in_the_first_step_are_told_both_names(
 def counted_store() -> Iterator[Callable[[], int]]:
     """Count uses of the store; the function gives those since it was called last."""
     uses = 0
-    real = agreement._store
+    real = agreement.key_value_store
 
     def spy() -> Any:
         nonlocal uses
@@ -190,7 +190,7 @@ def counted_store() -> Iterator[Callable[[], int]]:
         return count
 
     with (
-        mock.patch.object(agreement, "_store", spy),
+        mock.patch.object(agreement, "key_value_store", spy),
         uncounted(meetings._Meeting, "look"),
         uncounted(watch.StoreWait, "pause"),
     ):

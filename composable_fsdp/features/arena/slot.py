@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.comm.device import outside_transforms
-from composable_fsdp.comm.registered_memory import RegisteredMemory
 from composable_fsdp.config import Arena
 from composable_fsdp.errors import PhaseError
+from composable_fsdp.features.arena.registered_memory import RegisteredMemory
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.residency import (

@@ -223,12 +223,25 @@ _SYNC_EVERYWHERE = (
 )
 
 
-def meet_to_sync(api: str, module: nn.Module, ranks: RankLayout) -> None:
-    """Wait for all ranks before a broadcast, if they train another model already."""
+def meet_to_sync(
+    api: str, module: nn.Module, ranks: RankLayout, forms: dict[str, str]
+) -> None:
+    """Before a broadcast wait for ranks that train another model; compare ``forms``.
+
+    Collective: an all-gather of objects over the shard and the replicate group, and
+        another if forms differ. Raises: DesyncError, on all ranks.
+    """
     details = ("sync_module_states=True",)
     call = Call(api, type(module).__name__, details, _SYNC_EVERYWHERE)
-    groups = [g for g in (ranks.shard, ranks.replicate) if g is not None]
+    groups = [g for g in (ranks.shard, ranks.replicate) if g and g.size() > 1]
     meet_if_used(groups, call)
+    if len(set(gather(tag_of(forms), groups).values())) > 1:
+        named = {name: (quoted(name), form) for name, form in forms.items()}
+        if difference := first_difference(gather(named, groups)):
+            raise DesyncError(
+                f"sync_module_states=True: {difference}. Make the model with equal "
+                "names, shapes and dtypes on every rank; values may differ."
+            )
 
 
 class _Said(NamedTuple):

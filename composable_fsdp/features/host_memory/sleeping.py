@@ -30,6 +30,7 @@ from torch.utils import _pytree
 from composable_fsdp.access.block import block
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.access.unsharded_unit import UNSHARDED
+from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.build import leaf_memory
@@ -42,11 +43,11 @@ from composable_fsdp.flat.gradients import (
 from composable_fsdp.flat.handle import FlatParamHandle, FullForm
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.phases import Phase
+from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.runtime.recover import require_idle
 from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.tools.storages import parts_of
-from composable_fsdp.tree.root import outermost
+from composable_fsdp.tree.root import meet_over, outermost
 from composable_fsdp.tree.state import RuntimeContext, Summon, _FSDPState
 from composable_fsdp.tree.traversal import require_module
 
@@ -94,9 +95,11 @@ def sleep(
         optimizer: one or several, whose states go along. Default None.
         keep: "none" drops the gradients. Default "gradients": they come back.
 
-    Collective: none; ranks sleep each by itself.
+    Collective: none; ranks sleep each by itself, but for units that are full or keep
+        values beside their shards (ZERO1, ZERO2, HFSDP): all ranks meet in the store.
     Raises: CompositionError, without a unit; PhaseError, inside a step or block, while
-        gradients wait for a reduction, or if the model sleeps; ValueError.
+        gradients wait for a reduction, or if the model sleeps; ValueError; DesyncError,
+        if a rank does not come to such a meeting.
 
     >>> sleep(model, optimizer)
     >>> wake(model)
@@ -104,8 +107,9 @@ def sleep(
     states = units_of(model, "sleep", recurse=True)
     if keep not in ("gradients", "none"):
         raise ValueError(f"sleep(keep=...) expects 'gradients' or 'none', got {keep!r}")
-    trees = {require_idle(top, "sleep"): top for top in map(outermost, states)}
     handles = [state.handle for state in states]
+    _meet_holders(states)
+    trees = {require_idle(top, "sleep"): top for top in map(outermost, states)}
     _settle(trees, handles)
     regions = [region for handle in handles for region in handle.layout.regions]
     if keep == "none":
@@ -198,6 +202,19 @@ def released(
         yield
     finally:
         wake(model)
+
+
+def _meet_holders(states: list[_FSDPState]) -> None:
+    """Wait for the ranks that share units with full parameters or values at rest."""
+    # A rank that sleeps alone would alone gather again what all ranks hold now.
+    holding = [
+        state
+        for state in states
+        if state.handle.layout.plan.keeps_values
+        or state.handle.residency is not Residency.SHARDED
+    ]
+    if holding:
+        meet_over(holding, Call("sleep", holding[0].title))
 
 
 def _settle(trees: Iterable[RuntimeContext], handles: list[FlatParamHandle]) -> None:

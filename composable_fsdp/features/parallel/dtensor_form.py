@@ -118,7 +118,9 @@ def _form_of(parameter: nn.Parameter, offset: tuple[int, ...]) -> DTensorForm:
     )
 
 
-def refuse_shared_ranks(targets: Iterable[Target], ranks: RankLayout) -> None:
+def refuse_shared_ranks(
+    targets: Iterable[Target], ranks: RankLayout, device: torch.device
+) -> None:
     """Raise PlanError if tensor-parallel ranks are also ranks of the data."""
     for target in targets:
         for layout, parameters in zip(

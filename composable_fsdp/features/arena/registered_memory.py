@@ -7,7 +7,7 @@ Methods of the backend that are private in parts of torch are used as in 2.13 an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from composable_fsdp.comm.groups import GroupRef, RankLayout
 from composable_fsdp.errors import PlanError
+from composable_fsdp.planning.planner import Target
 
 _NEEDED = ("mem_allocator", "register_mem_pool", "eager_connect_single_device")
 
@@ -55,6 +56,16 @@ class RegisteredMemory:
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return the backend of ``group`` for ``device``."""
     return group._get_backend(device)
+
+
+def refuse_arenas(
+    targets: Iterable[Target], ranks: RankLayout, device: torch.device
+) -> None:
+    """Refuse arenas of memory that cannot be registered. Raises: PlanError."""
+    for target in targets:
+        arena = target.plan.options.arena
+        if arena is not None and arena.comm_memory:
+            refuse_without_nccl(device, ranks)
 
 
 def refuse_without_nccl(device: torch.device, ranks: RankLayout) -> None:

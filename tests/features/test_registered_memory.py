@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp import fully_shard, plan
-from composable_fsdp.comm import registered_memory
 from composable_fsdp.features import Arena
+from composable_fsdp.features.arena import registered_memory
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import apply_units, backward, gpt_input, gpt_units, loss_of
 from tests.support.sharded import message_of
