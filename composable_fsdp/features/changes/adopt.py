@@ -103,6 +103,7 @@ def _adopt(state: _FSDPState) -> None:
         return
     if context is not None:
         synchronize_copy_stream(context)
+        _require_no_cast(context)
         # The old buffers are freed below, so no stream may still read them.
         finish_reduction(context)
         free_oldest(context, keep=0)
@@ -117,6 +118,18 @@ def _adopt(state: _FSDPState) -> None:
         _place_buffers(state)
     if handle.layout.device != device and context is not None:
         _move_unit(context, handle.layout.device)
+
+
+def _require_no_cast(context: RuntimeContext) -> None:
+    """Refuse parameters that were cast while their gradients are being reduced."""
+    for each in filter(None, (context.reducing, context.replicating)):
+        regions = each.handle.layout.trainable
+        if any(p.dtype != r.layout.dtype for r in regions for p in r.leaves):
+            raise PlanError(
+                f"Parameters of unit {each.handle.name} were cast while its gradients "
+                "are being reduced (set_is_last_backward(model, False)). Cast them "
+                "back, and again after the backward that is the last."
+            )
 
 
 def _place_buffers(state: _FSDPState) -> None:

@@ -16,8 +16,9 @@ the way back takes new ones, before a graph is captured.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -68,8 +69,8 @@ class _Asleep:
     """Name, tensor that shows empty data, version, and its true data."""
     stored: list[tuple[torch.UntypedStorage, Tensor]]
     """Storage, and its bytes on the host ``(nbytes,)``."""
-    hooks: list[Any]
-    """Of the optimizers: refuse steps and state dicts."""
+    allow: list[Callable[[], object]]
+    """Let the optimizers step, and give state dicts and copies, again."""
 
 
 # The record itself is with the tree, and goes with a model that is dropped asleep.
@@ -134,11 +135,15 @@ def sleep(
     for context, state in trees.items():
         context.summoned = Summon(state, rank0_only=False, why=_WHY, record=found)
     for optim in optims:
-        found.hooks += [
+        hooks = (
             optim.register_step_pre_hook(_refuse),
             optim.register_state_dict_pre_hook(_refuse),
             optim.register_load_state_dict_pre_hook(_refuse),
-        ]
+        )
+        # ``copy.deepcopy`` and ``pickle`` ask the object, and would copy empty states.
+        vars(optim)["__reduce_ex__"] = partial(_refuse, optim)
+        found.allow += [hook.remove for hook in hooks]
+        found.allow.append(partial(vars(optim).pop, "__reduce_ex__"))
     # The allocator of torch would keep the memory from other libraries and processes.
     _synchronize(devices, empty=True)
 
@@ -299,8 +304,8 @@ def _wake(found: _Asleep) -> list[str]:
         context.summoned = None
     for _, host in stored:
         _kept[found.contexts[0]][host.nbytes].append(host)
-    for hook in found.hooks:
-        hook.remove()
+    for allow in found.allow:
+        allow()
     return lost
 
 
@@ -338,5 +343,6 @@ def _synchronize(devices: Iterable[torch.device], *, empty: bool = False) -> Non
 
 
 def _refuse(optim: Optimizer, *_: object) -> NoReturn:
-    """Hook of an optimizer whose states sleep: refuse the call."""
-    raise PhaseError(f"{type(optim).__name__} was called {_WHY.format('its model')}")
+    """Refuse a step, a state dict or a copy of an optimizer whose states sleep."""
+    name = type(optim).__name__
+    raise PhaseError(f"{name} was called, or copied, {_WHY.format('its model')}")
