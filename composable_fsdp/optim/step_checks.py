@@ -28,12 +28,14 @@ from composable_fsdp.flat.flat_parameter import (
 )
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import (
+    ParamRef,
+    find_param,
     originals_by_vars,
     param_path,
-    param_ref,
     slot_path,
     successor,
 )
+from composable_fsdp.flat.value_hash import hash_values
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase
 from composable_fsdp.tree.unit_settings import IGNORED
@@ -50,10 +52,9 @@ _REASONS: Final = {
 class Held(NamedTuple):
     """A parameter that an optimizer and a unit hold, original or flat."""
 
-    parameter: Tensor
     handle: FlatParamHandle
-    number: int
-    """As ``find_leaf`` gives it; -1 for a flat parameter."""
+    ref: ParamRef | None
+    """The place of an original; None for a flat parameter."""
     flat: FlatParamRecord | None = None
 
     @property
@@ -61,13 +62,14 @@ class Held(NamedTuple):
         """The name for messages."""
         if self.flat is not None:
             return flat_name(self.handle, self.flat)
-        return quoted(param_path(self.handle, self.number))
+        assert self.ref is not None
+        return quoted(self.ref.name)
 
     @property
     def is_whole(self) -> bool:
         """Whether every rank holds all of an original parameter."""
         # A flat parameter also on a single rank: it joins several in a vector.
-        return self.flat is None and cut_leaf(self.parameter) is None
+        return self.ref is not None and not self.ref.is_cut
 
 
 def parameters_of(optim: Any) -> list[nn.Parameter]:
@@ -78,10 +80,10 @@ def parameters_of(optim: Any) -> list[nn.Parameter]:
 
 def find_held(parameter: Tensor) -> Held | None:
     """Return the parameter with its unit; None if no unit holds it."""
-    if (leaf := find_leaf(parameter)) is not None:
-        return Held(parameter, *leaf)
+    if (ref := find_param(parameter)) is not None:
+        return Held(ref.handle, ref)
     flat = find_flat(parameter)
-    return None if flat is None else Held(parameter, flat[0], -1, flat[1])
+    return None if flat is None else Held(flat[0], None, flat[1])
 
 
 def held_by(optim: object) -> list[Held]:
@@ -94,14 +96,10 @@ def handles_of(optim: Optimizer) -> list[FlatParamHandle]:
     return list({id(held.handle): held.handle for held in held_by(optim)}.values())
 
 
-def cut_leaf(parameter: object) -> tuple[FlatParamHandle, int] | None:
-    """Return the unit of a sharded parameter and its number; None if held whole."""
-    # A unit without a shard group keeps its parameters whole on every rank, unless
-    # tensor parallelism cuts them.
-    found = find_leaf(parameter)
-    if found is None or found[0].groups.shard_ref is not None:
-        return found
-    return found if param_ref(*found).is_cut else None
+def cut_leaf(parameter: object) -> ParamRef | None:
+    """Return the place of a sharded parameter; None if every rank holds it whole."""
+    ref = find_param(parameter)
+    return ref if ref is not None and ref.is_cut else None
 
 
 def flat_name(handle: FlatParamHandle, flat: FlatParamRecord) -> str:
@@ -191,7 +189,7 @@ def prepare_flats(optim: Optimizer) -> None:
 def require_no_flat_originals(optim: Optimizer) -> None:
     """Refuse original parameters whose gradients go to a flat parameter."""
     for held in held_by(optim):
-        if held.flat is None and param_ref(*held[1:3]).region.flat is not None:
+        if held.ref is not None and held.ref.region.flat is not None:
             raise CompositionError(
                 f"{type(optim).__name__} holds {held.name}, of which "
                 "flat_parameters(module) has handed out the flat parameter: that gets "
@@ -330,7 +328,7 @@ def _misfit(optim: Optimizer) -> str | None:
                 and value.shape != parameter.shape
             ):
                 who = f"{type(optim).__name__}'s state {key!r} of {held.name}"
-                whole = None if held.flat else param_ref(*held[1:3]).shape
+                whole = None if held.ref is None else held.ref.shape
                 return misfit_text(who, tuple(value.shape), parameter, whole)
     return None
 
@@ -379,13 +377,11 @@ def _unmanaged(optim: Optimizer) -> list[nn.Parameter]:
 @torch.no_grad()
 def _fingerprint(parameters: list[nn.Parameter]) -> str:
     """Return a short text that differs if a gradient differs."""
-    digest = hashlib.sha256()
-    for gradient in (parameter.grad for parameter in parameters):
-        values = []
-        # Skip tensor subclasses: their operations may call collectives, and their own
-        # library reduces them.
-        if type(gradient) is Tensor and gradient.layout is torch.strided:
-            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float64))
-            values = [wide.sum().item(), wide.norm().item()]
-        digest.update(repr(values).encode())
-    return digest.hexdigest()[:16]
+    # Without tensor subclasses: their operations may call collectives, and their own
+    # library reduces them.
+    plain = [
+        g if type(g := p.grad) is Tensor and g.layout is torch.strided else None
+        for p in parameters
+    ]
+    told = [None if g is None else hash_values([g]).tolist() for g in plain]
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]

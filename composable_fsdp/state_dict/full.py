@@ -13,6 +13,7 @@ from composable_fsdp.phases import Phase
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.offload import on_device
 from composable_fsdp.runtime.recover import require_between_steps
+from composable_fsdp.state_dict.shown import placed
 from composable_fsdp.tree.state import _FSDPState
 
 
@@ -40,10 +41,8 @@ def full_values(
     if handle.phase is Phase.SUMMON and handle.is_full:
         # The tensors in the modules, because the block may have replaced parameters.
         shown = {
-            place.slot_index: held.detach()
-            for place, (table, key, _, _) in zip(
-                handle.layout.places, handle.swaps, strict=True
-            )
+            index: held.detach()
+            for index, table, key, _ in placed(handle)
             if (held := table.get(key)) is not None
         }
         # Inside a block the modules show DTensors, whole over the data ranks alone.

@@ -15,10 +15,7 @@ from torch import nn
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.operations import leave
 from composable_fsdp.errors import PhaseError, PlanError
-from composable_fsdp.features.changes.user_memory import (
-    leaves_view_shards,
-    take_memory,
-)
+from composable_fsdp.features.changes.user_memory import is_in_shards, take_memory
 from composable_fsdp.flat.build import replace_layout
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
 from composable_fsdp.flat.gradients import shard_views
@@ -67,18 +64,16 @@ class UserChanges:
 
         Collective: none, except as ``finish_reduction``.
         """
-        changed = requires_grad_changed(state.handle)
+        swaps = state.handle.swaps
+        changed = any(
+            p.requires_grad is not full.requires_grad for *_, p, full in swaps
+        )
         if changed:
             with _told_to_all(state):
                 _follow_requires_grad(ensure_root(state), state)
         return changed
 
-    def is_in_shards(self, handle: FlatParamHandle) -> bool:
-        """Return whether the leaves lie in the shards; if not, they do afterwards."""
-        if leaves_view_shards(handle):
-            return True
-        take_memory(handle)
-        return False
+    is_in_shards = staticmethod(is_in_shards)
 
 
 @contextmanager
@@ -179,13 +174,6 @@ def _follow_requires_grad(context: RuntimeContext, state: _FSDPState) -> None:
     rebuild_for_requires_grad(handle)
     # The new regions have new full parameters without hooks.
     install_grad_hooks(state)
-
-
-def requires_grad_changed(handle: FlatParamHandle) -> bool:
-    """Return whether the ``requires_grad`` of a leaf differs from the region's flag."""
-    return any(
-        leaf.requires_grad is not full.requires_grad for *_, leaf, full in handle.swaps
-    )
 
 
 def require_leaves(handle: FlatParamHandle) -> bool:

@@ -8,6 +8,7 @@ Code that writes into ``_modules`` or ``_parameters`` directly is not noticed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
@@ -31,16 +32,13 @@ PENDING: WeakKeyDictionary[_FSDPState, list[ref[nn.Module | nn.Parameter]]] = (
 )
 """What was registered since the last forward of each tree, by unit. Empty in the steady
 state."""
-_watches = False
 
 
+@cache
 def watch_registrations() -> None:
     """Record registrations in units from now on; for the rest of the process."""
-    global _watches
-    if not _watches:
-        register_module_module_registration_hook(_note)
-        register_module_parameter_registration_hook(_note)
-        _watches = True
+    register_module_module_registration_hook(_note)
+    register_module_parameter_registration_hook(_note)
 
 
 def _note(module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:

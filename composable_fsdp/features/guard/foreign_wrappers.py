@@ -33,17 +33,14 @@ _WHOLE = (
     "It trains and averages whole weights on each rank: units average their gradients "
     "themselves in each step; leave LocalSGD out."
 )
-_STRATEGIES = (
-    *("DDPStrategy", "DeepSpeedStrategy"),
-    *("FSDPStrategy", "ModelParallelStrategy"),
-)
+_REFUSED = "DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"
 _PLACES = {
     # The Trainer, in both distributions; the module is an attribute of the strategy.
-    "lightning.pytorch.strategies": (_STRATEGIES, "setup", _LIGHTNING),
-    "pytorch_lightning.strategies": (_STRATEGIES, "setup", _LIGHTNING),
+    "lightning.pytorch.strategies": (_REFUSED, "setup", _LIGHTNING),
+    "pytorch_lightning.strategies": (_REFUSED, "setup", _LIGHTNING),
     # Fabric; the module is the argument.
-    "lightning.fabric.strategies": (_STRATEGIES, "setup_module", _LIGHTNING),
-    "lightning_fabric.strategies": (_STRATEGIES, "setup_module", _LIGHTNING),
+    "lightning.fabric.strategies": (_REFUSED, "setup_module", _LIGHTNING),
+    "lightning_fabric.strategies": (_REFUSED, "setup_module", _LIGHTNING),
     # The module is an attribute, if LocalSGD is enabled.
     "accelerate.local_sgd": (("LocalSGD",), "__enter__", _WHOLE),
 }

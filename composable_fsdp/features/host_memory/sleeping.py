@@ -40,7 +40,7 @@ from composable_fsdp.flat.gradients import (
     places_of,
     views_are_intact,
 )
-from composable_fsdp.flat.handle import FlatParamHandle, FullForm
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase
@@ -135,15 +135,14 @@ def sleep(
     for context, state in trees.items():
         context.summoned = Summon(state, rank0_only=False, why=_WHY, record=found)
     for optim in optims:
-        hooks = (
-            optim.register_step_pre_hook(_refuse),
-            optim.register_state_dict_pre_hook(_refuse),
-            optim.register_load_state_dict_pre_hook(_refuse),
-        )
         # ``copy.deepcopy`` and ``pickle`` ask the object, and would copy empty states.
         vars(optim)["__reduce_ex__"] = partial(_refuse, optim)
-        found.allow += [hook.remove for hook in hooks]
-        found.allow.append(partial(vars(optim).pop, "__reduce_ex__"))
+        found.allow += [
+            partial(vars(optim).pop, "__reduce_ex__", None),
+            optim.register_step_pre_hook(_refuse).remove,
+            optim.register_state_dict_pre_hook(_refuse).remove,
+            optim.register_load_state_dict_pre_hook(_refuse).remove,
+        ]
     # The allocator of torch would keep the memory from other libraries and processes.
     _synchronize(devices, empty=True)
 
@@ -216,7 +215,8 @@ def _settle(trees: Iterable[RuntimeContext], handles: list[FlatParamHandle]) -> 
                 "reduction (no_sync). Call it after the backward that reduces."
             )
     for handle in handles:
-        for slot in (*(form.slot for form in _forms(handle)), handle.reduction.slot):
+        forms = filter(None, (handle.form, handle.other_form))
+        for slot in (*(form.slot for form in forms), handle.reduction.slot):
             if slot is not None:
                 # Before the versions are noted, which this moves: what a graph saved of
                 # the slot is lost.
@@ -309,14 +309,9 @@ def _wake(found: _Asleep) -> list[str]:
     return lost
 
 
-def _forms(handle: FlatParamHandle) -> list[FullForm]:
-    """Return the full forms of a unit."""
-    return [form for form in (handle.form, handle.other_form) if form is not None]
-
-
 def _free_buffers(handle: FlatParamHandle) -> None:
     """Free the old slots, which the views keep until they move into the new ones."""
-    for form in _forms(handle):
+    for form in filter(None, (handle.form, handle.other_form)):
         for full in (*form.fulls, *(form.pieces.buffers if form.pieces else ())):
             memory.free(full)
         if form.pieces is not None:

@@ -91,7 +91,10 @@ class OwnerState:
         """
         refs = self._refs()
         refuse_forms((ref.handle for ref in refs if ref), "OwnerState.state_dict")
-        places = _by_groups(refs)
+        places: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+        for number, each in enumerate(refs):
+            if each is not None:
+                places.setdefault(each.handle.groups.present, []).append(number)
         details = tuple(map(str, self._shapes(refs)))
         call = Call("OwnerState.state_dict", details=details)
         meet(dict.fromkeys(chain(*places)), call)
@@ -164,17 +167,6 @@ class OwnerState:
             replica = 0 if groups.replicate is None else groups.replicate.rank()
             found[number] = place == (replica, groups.rank)
         return found
-
-
-def _by_groups(
-    refs: Iterable[ParamRef | None],
-) -> dict[tuple[dist.ProcessGroup, ...], list[int]]:
-    """Return the numbers of the sharded parameters by the groups of their units."""
-    found: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
-    for number, ref in enumerate(refs):
-        if ref is not None:
-            found.setdefault(ref.handle.groups.present, []).append(number)
-    return found
 
 
 def _copied(values: Any, device: torch.device) -> Any:
