@@ -7,8 +7,6 @@ first step tells of others. Parameters that every rank holds whole take any opti
 from __future__ import annotations
 
 import hashlib
-import weakref
-from collections import Counter
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -222,28 +220,23 @@ def require_agreement(optim: Optimizer, refused: str | None, *, is_first: bool) 
     told = None
     plain = _unmanaged(optim)
     for group, handle in _groups_of(optim).items():
-        log = handle.logs.reduce
-        # Without a log there was no forward, and no gradient. Its keys are the same on
-        # all ranks, whatever optimizers of other models each rank has stepped.
-        if log is None or not log.peers:
-            peers, place = Peers(group, "optimizer"), "state"
-        else:
-            peers = log.peers[0]
-            counts = _compared.setdefault(peers, Counter())
-            counts[handle.name] += 1
-            place = f"optimizer/{handle.name}/{counts[handle.name]}"
+        # The number tells models apart, of whose optimizers ranks may step others in
+        # between. Without an order there was no forward, and no gradient.
+        order = handle.logs.reduce
+        of = "" if order is None else f"/{order.number}/{handle.name}"
+        peers = Peers(group, f"optimizer{of}")
         if is_first:
             # The first rank writes what it holds, and the others compare.
             ours, gradients = _options(optim, group), _fingerprint(plain)
-            other = peers.say(f"{place}/options", [ours, gradients])
+            other = peers.say("options", [ours, gradients])
             if other is not None:
                 theirs, their_gradients = other.value
                 own = own or _difference(optim, ours, theirs, other.rank)
                 if gradients != their_gradients:
                     _warn_of_unreduced(optim, plain, other.rank)
         # Passed on, for ranks that share no group with the one that refuses.
-        said = (f"{place}/options",) if is_first else ()
-        told = peers.share(place, own or told, _PATIENCE, said) or told
+        said = ("options",) if is_first else ()
+        told = peers.share("state", own or told, _PATIENCE, said) or told
     if own:
         raise CompositionError(own)
     if told:
@@ -252,8 +245,6 @@ def require_agreement(optim: Optimizer, refused: str | None, *, is_first: bool) 
 
 _PATIENCE: Final = 5.0
 """Seconds that a rank waits in its step for ranks that do not step."""
-_compared: weakref.WeakKeyDictionary[Peers, Counter[str]] = weakref.WeakKeyDictionary()
-"""Number of comparisons over an order log, by the unit with the least name."""
 
 
 def _options(optim: Optimizer, group: dist.ProcessGroup) -> dict[str, Any]:
