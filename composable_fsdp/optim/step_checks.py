@@ -218,7 +218,7 @@ def require_agreement(optim: Optimizer, refused: str | None, *, is_first: bool) 
     """Refuse, on all ranks and by the store, misfitting state and unequal options."""
     own = refused or _misfit(optim)
     told = None
-    plain = _unmanaged(optim)
+    plain = list(filter(is_unmanaged, parameters_of(optim)))
     for group, handle in _groups_of(optim).items():
         # The number tells models apart, of whose optimizers ranks may step others in
         # between. Without an order there was no forward, and no gradient.
@@ -355,14 +355,11 @@ def _warn_of_unreduced(optim: Optimizer, plain: list[nn.Parameter], rank: int) -
     )
 
 
-def _unmanaged(optim: Optimizer) -> list[nn.Parameter]:
-    """Return the trainable parameters that no unit holds and no option leaves out."""
+def is_unmanaged(parameter: nn.Parameter) -> bool:
+    """Return whether no unit holds the trainable parameter, and no option names it."""
     # By ``requires_grad`` and not by ``.grad``, which may differ between ranks.
-    return [
-        p
-        for p in parameters_of(optim)
-        if p.requires_grad and not hasattr(p, IGNORED) and find_held(p) is None
-    ]
+    trains = parameter.requires_grad and not hasattr(parameter, IGNORED)
+    return trains and find_held(parameter) is None
 
 
 @torch.no_grad()
@@ -370,9 +367,10 @@ def _fingerprint(parameters: list[nn.Parameter]) -> str:
     """Return a short text that differs if a gradient differs."""
     # Without tensor subclasses: their operations may call collectives, and their own
     # library reduces them.
-    plain = [
-        g if type(g := p.grad) is Tensor and g.layout is torch.strided else None
+    told = [
+        hash_values([g.resolve_conj().resolve_neg()]).tolist()
+        if type(g := p.grad) is Tensor and g.layout is torch.strided
+        else None
         for p in parameters
     ]
-    told = [None if g is None else hash_values([g]).tolist() for g in plain]
     return hashlib.sha256(repr(told).encode()).hexdigest()[:16]

@@ -26,10 +26,9 @@ from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict import dcp_caller, lost_writes
-from composable_fsdp.state_dict.full import full_values
+from composable_fsdp.state_dict.full import full_values, sharded_values
 from composable_fsdp.state_dict.loading import load_from_state_dict
 from composable_fsdp.state_dict.other_experts import add_other_experts
-from composable_fsdp.state_dict.parts import sharded_values
 from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.state_dict.shown import Shown, owns_below
 from composable_fsdp.tree.root import compare_models, meet_over, outermost

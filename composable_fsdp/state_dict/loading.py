@@ -27,8 +27,7 @@ from composable_fsdp.naming import listed, quoted, strip_wrapper
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
 from composable_fsdp.state_dict import lost_writes
-from composable_fsdp.state_dict.full import full_values
-from composable_fsdp.state_dict.parts import mismatch, sharded_values
+from composable_fsdp.state_dict.full import full_values, mismatch, sharded_values
 from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.state_dict.shown import Shown

@@ -19,13 +19,11 @@ from torch.nn.modules.module import (
 
 from composable_fsdp.compose.registry import other_apis
 from composable_fsdp.errors import warn
-from composable_fsdp.flat.flat_parameter import find_flat
-from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import join_name, listed, quoted
+from composable_fsdp.optim.step_checks import is_unmanaged
 from composable_fsdp.planning import walk
 from composable_fsdp.tree.moments import NEXT_FORWARD
 from composable_fsdp.tree.state import OWNERS, RuntimeContext, _FSDPState, root_of
-from composable_fsdp.tree.unit_settings import IGNORED
 
 PENDING: WeakKeyDictionary[_FSDPState, list[ref[nn.Module | nn.Parameter]]] = (
     WeakKeyDictionary()
@@ -96,10 +94,7 @@ def _unmanaged(context: RuntimeContext, added: set[int]) -> Iterator[str]:
             if (
                 parameter is not None
                 and id(parameter) in added
-                and parameter.requires_grad
-                and not hasattr(parameter, IGNORED)
-                and find_leaf(parameter) is None
-                and find_flat(parameter) is None
+                and is_unmanaged(parameter)
                 and not _is_place(each, key)
             ):
                 yield join_name(path, key)
