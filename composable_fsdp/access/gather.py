@@ -87,16 +87,11 @@ def gather_whole(
 @torch.no_grad()
 def gather_slot(ref: ParamRef, part: Tensor) -> Tensor:
     """Return a parameter's full value. Collective: a broadcast per rank that holds."""
-    handle, slot = ref.handle, ref.slot
-    group = handle.groups.shard
+    handle, slot, layout = ref.handle, ref.slot, ref.region.layout
     if part.is_meta:
         return part.new_empty(ref.shape)
-    if group is None:
-        own = part.to(handle.layout.device, copy=True).view(slot.shape)
-    else:
-        ranks = range(group.size())
-        intervals = [ref.region.layout.interval(slot, rank) for rank in ranks]
-        own = gather_part(part, slot.shape, intervals, group, handle.layout.device)
+    cuts = [layout.interval(slot, rank) for rank in range(layout.world_size)]
+    own = gather_part(part, slot.shape, cuts, handle.groups.shard, handle.layout.device)
     if slot.strides:
         # The plain model's memory format.
         own = own.new_empty_strided(slot.shape, slot.strides).copy_(own)
@@ -109,10 +104,12 @@ def gather_part(
     part: Tensor,
     shape: tuple[int, ...],
     intervals: Sequence[tuple[int, int]],
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Tensor:
     """Return what ranks hold as ``intervals``. Collective: a broadcast per holder."""
+    if group is None:
+        return part.to(device, copy=True).view(shape)
     whole = memory.new_buffer(prod(shape), part.dtype, device)
     for rank, (start, stop) in enumerate(intervals):
         if start == stop:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import is_
 from typing import NamedTuple, NoReturn, SupportsFloat, cast
@@ -229,19 +229,27 @@ def _tensors_of(
                 found += _gradients(region, chosen)
             return [(handle.groups.cut, found)]
     routes: list[tuple[Route, list[Tensor]]] = []
+    for route, ref in by_route(handle, chosen):
+        held: Sequence[Tensor | None]
+        if call == "param_norm":
+            held, _ = shard_views(ref.region.cuts, ref.region.shard)
+        else:
+            held = leaf_gradients(ref.region)
+        each = held[ref.index]
+        routes.append((route, [] if each is None else [each]))
+    return routes
+
+
+def by_route(
+    handle: FlatParamHandle, chosen: dict[int, Tensor]
+) -> Iterator[tuple[Route, ParamRef]]:
+    """Yield the parameters of a unit that are chosen, with the route of each."""
     # In model order: tensor-parallel ranks with parts of other sizes have other
     # regions, and must meet the groups in the same order.
     for ref in in_model_order(handle):
-        if is_chosen(ref, chosen):
-            held: Sequence[Tensor | None]
-            if call == "param_norm":
-                held, _ = shard_views(ref.region.cuts, ref.region.shard)
-            else:
-                held = leaf_gradients(ref.region)
-            each = held[ref.index]
-            route = route_of(handle, ref.slot.index)
-            routes.append((route, [] if each is None else [each]))
-    return routes
+        # A flat parameter stands for all parameters of its region.
+        if id(ref.leaf) in chosen or id(ref.region.flat) in chosen:
+            yield route_of(handle, ref.slot.index), ref
 
 
 def _gradients(region: FlatParameter, chosen: dict[int, Tensor]) -> list[Tensor]:
@@ -295,11 +303,6 @@ def as_number(name: str, given: object, call: str) -> float:
     except (TypeError, ValueError):
         pass
     raise TypeError(f"{call} expects a number for {name}, got {given!r}.")
-
-
-def is_chosen(ref: ParamRef, chosen: dict[int, Tensor]) -> bool:
-    """Return whether a parameter, or the flat parameter of its region, is chosen."""
-    return id(ref.leaf) in chosen or id(ref.region.flat) in chosen
 
 
 def _power(

@@ -13,7 +13,8 @@ from composable_fsdp.flat.param_ref import slot_path
 from composable_fsdp.naming import quoted, ranks_text
 
 Route = tuple[dist.ProcessGroup, ...]
-"""The groups whose ranks hold other elements of a parameter; none if all are here."""
+"""Groups over which a result travels in turn: those whose ranks hold other elements of
+a parameter, or all that reach the ranks of a unit."""
 
 
 def route_of(handle: FlatParamHandle, slot: int) -> Route:

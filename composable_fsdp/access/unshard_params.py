@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
-import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp.access.block import block
+from composable_fsdp.access.other_parts import Route
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.access.unsharded_unit import _unshard_state, require_same_values
 from composable_fsdp.comm.consensus import failed_rank, send_failure
@@ -34,9 +34,6 @@ from composable_fsdp.tree.state import (
     is_in_block,
 )
 from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
-
-Route = tuple[dist.ProcessGroup, ...]
-"""The groups of a unit, over which an outcome travels in turn."""
 
 
 @block

@@ -67,7 +67,7 @@ class PeerMessage(NamedTuple):
 class Peers:
     """The ranks of a group, which all make this object, for messages on ``topic``."""
 
-    __slots__ = ("__weakref__", "_group", "_topic")
+    __slots__ = ("_group", "_topic")
 
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
         self._group = GroupRef(group)
@@ -75,11 +75,6 @@ class Peers:
         counts = _peers.setdefault(group, Counter())
         counts[topic] += 1
         self._topic = f"{topic}/{counts[topic]}"
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The group. Raises: PhaseError, if the group was destroyed."""
-        return self._group.get()
 
     def say(self, place: str, value: Any) -> PeerMessage | None:
         """Write ``value`` at ``place``; return another value of an earlier rank."""
@@ -143,7 +138,7 @@ def agreed_name(group: dist.ProcessGroup) -> AgreedName:
     found = _names.get(group)
     if found is None:
         ranks = dist.get_process_group_ranks(group)
-        found = _names[group] = AgreedName(group.group_name, ranks)
+        found = _names.setdefault(group, AgreedName(group.group_name, ranks))
     return found
 
 

@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from secrets import token_hex
+from threading import Lock
 from typing import Any
 
 import torch.distributed as dist
@@ -77,10 +78,10 @@ def default_store() -> Any:
 class AgreedName:
     """The name of some global ranks in the store; empty until they have agreed."""
 
-    __slots__ = ("_answered", "_base", "_drawn", "_label", "_ranks", "name")
+    __slots__ = ("_answered", "_base", "_drawn", "_label", "_lock", "_ranks", "name")
 
     def __init__(self, label: str, ranks: Sequence[int]) -> None:
-        self._label, self._ranks = label, tuple(ranks)
+        self._label, self._ranks, self._lock = label, tuple(ranks), Lock()
         # Other ranks may have the same label, and a rank of the attempt before may live
         # for a moment longer.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -92,10 +93,7 @@ class AgreedName:
         self.name = "" if len(self._ranks) > 1 else f"{label}@{self._drawn}"
 
     def agree(self, limit: float) -> str:
-        """Wait at most ``limit`` seconds for the other ranks; return the name.
-
-        Raises: DesyncError, if a rank does not come.
-        """
+        """Return the name; wait at most ``limit`` seconds. Raises: DesyncError."""
         start, between = time.monotonic(), pauses(len(self._ranks))
         while not self.name and not self.step():
             if time.monotonic() - start > limit:
@@ -110,10 +108,13 @@ class AgreedName:
 
     def step(self) -> bool:
         """Say hello, or answer; return whether the ranks have agreed. Never waits."""
-        store, own = default_store(), self._ranks.index(dist.get_rank())
-        name = self._read(store, own) if own else self._answer(store)
-        self.name = f"{self._label}@{name}" if name else ""
-        return bool(name)
+        # Threads of a rank may come together: the second would find no key any more.
+        with self._lock:
+            if not self.name:
+                store, own = default_store(), self._ranks.index(dist.get_rank())
+                name = self._read(store, own) if own else self._answer(store)
+                self.name = f"{self._label}@{name}" if name else ""
+        return bool(self.name)
 
     def missing(self) -> list[int]:
         """Return the global ranks for which this rank waits; empty after the end."""

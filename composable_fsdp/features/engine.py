@@ -16,8 +16,7 @@ import torch
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.flat.param_ref import param_path
-from composable_fsdp.naming import quoted
+from composable_fsdp.optim.step_checks import find_held
 from composable_fsdp.runtime.graph_task import run_backward
 
 _GRAPH: Any = torch.autograd.graph
@@ -48,7 +47,7 @@ def _for_parameters(
     """Run ``backward(inputs=...)`` with sharded parameters among the inputs."""
     if not accumulate_grad:
         raise PhaseError(
-            "torch.autograd.grad was asked for the gradient of sharded parameter "
+            "torch.autograd.grad was asked for the gradient of "
             f"{_first_name(inputs)}, of which this rank holds a part; expected inputs "
             "of the model or activations. Call backward(), or backward(inputs=[...]) "
             "for some parameters, and read .grad."
@@ -90,16 +89,16 @@ def _in_graph(given: Any) -> tuple[Any, ...]:
 
 def _require_no_fill(inputs: Sequence[Any]) -> None:
     """Raise PhaseError if zeros would be reduced for parameters not in ``inputs``."""
-    found = [find_flat(each) or find_leaf(each) for each in inputs]
+    found = filter(None, map(find_held, inputs))
     # A dict keeps the order of the inputs, which is equal on all ranks.
-    handles = dict.fromkeys(each[0] for each in found if each is not None)
+    handles = dict.fromkeys(each.handle for each in found)
     for region in chain.from_iterable(h.layout.trainable[:1] for h in handles):
         owner = region.reduce.owner()
         context = None if owner is None else owner.context
         if context is not None and any(each.rule.fill for each in context.handles):
             name = _first_name(inputs)
             raise PhaseError(
-                f"A backward was asked for the gradient of sharded parameter {name} "
+                f"A backward was asked for the gradient of {name} "
                 "by inputs=..., while set_reduce_scatter_unused_params gives every "
                 "parameter one. Call backward without inputs, or turn the setting off "
                 "before the forward."
@@ -108,6 +107,4 @@ def _require_no_fill(inputs: Sequence[Any]) -> None:
 
 def _first_name(inputs: Sequence[Any]) -> str:
     """Return the name of the first sharded or flat parameter, for error messages."""
-    first = next(each for each in inputs if find_leaf(each) or find_flat(each))
-    found = find_leaf(first)
-    return "a flat parameter" if found is None else quoted(param_path(*found))
+    return next(filter(None, map(find_held, inputs))).name

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.access.norms import (
     Norm,
-    is_chosen,
+    by_route,
     parameters_given,
     units_and_others,
 )
@@ -20,14 +20,13 @@ from composable_fsdp.access.other_parts import (
     Route,
     count_common,
     require_one_world,
-    route_of,
 )
 from composable_fsdp.access.unsharded_unit import require_awake
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.flat.flat_parameter import leaf_gradients
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.param_ref import ParamRef, in_model_order
+from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import listed, quoted
 
 
@@ -129,13 +128,10 @@ def _routes(
     """Return the chosen parameters by the groups over which findings travel."""
     routes: dict[Route, list[ParamRef]] = {}
     for handle in handles:
-        # By index: ranks of tensor parallelism may have other regions.
-        for ref in in_model_order(handle):
-            if is_chosen(ref, chosen):
-                route = route_of(handle, ref.slot.index)
-                if replicas:
-                    route = tuple(dict.fromkeys((*handle.groups.present, *route)))
-                routes.setdefault(route, []).append(ref)
+        more = handle.groups.present if replicas else ()
+        for route, ref in by_route(handle, chosen):
+            route = tuple(dict.fromkeys((*more, *route)))
+            routes.setdefault(route, []).append(ref)
     return routes
 
 

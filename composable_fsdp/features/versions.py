@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import cache
 from typing import Final
 
 import torch
@@ -13,7 +14,6 @@ PYTHON: Final = ("3.11", "3.12")
 """The oldest and the newest tested version, both included."""
 
 _log = logging.getLogger("composable_fsdp")
-_told: list[str] = []
 
 
 def untested() -> str:
@@ -28,14 +28,12 @@ def untested() -> str:
     return " and ".join(outside)
 
 
+@cache
 def tell_untested() -> None:
     """Write once to the log which versions no test ran on."""
-    if _told:
-        return
-    _told.append(untested())
-    if _told[0]:
+    if versions := untested():
         # No warning: under ``-W error`` it would end a program that is right.
-        _log.warning("composable_fsdp was not tested on %s.", _told[0])
+        _log.warning("composable_fsdp was not tested on %s.", versions)
 
 
 def _numbers(version: str) -> list[int]:

@@ -88,7 +88,7 @@ class ParamRef:
     @property
     def is_cut(self) -> bool:
         """Return whether other ranks hold elements that this rank does not hold."""
-        return self.handle.groups.shard is not None or bool(self.form.cut_over)
+        return self.handle.groups.shard_ref is not None or bool(self.form.cut_over)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -23,14 +23,12 @@ class UseOrder(Protocol):
     """The recorded uses of this round, then ``None``."""
     position: int
     """Index of the next use in ``expected``."""
+    number: int
+    """Of the order among those over its group, equal on all ranks."""
 
     @property
     def is_open(self) -> bool:
         """Whether a round is in progress."""
-
-    @property
-    def peers(self) -> Sequence[Any]:
-        """The ranks of each group, a ``comm.agreement.Peers`` each."""
 
     def depart(self, use: object, mode: Hashable) -> None:
         """Record a use that is not the expected one, before its collective.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composable_fsdp.access.other_parts import refuse_forms
+from composable_fsdp.access.other_parts import Route, refuse_forms
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.consensus import require_success_on_all_ranks
 from composable_fsdp.comm.meeting import Call, meet
@@ -44,7 +44,6 @@ from composable_fsdp.state_dict.other_experts import (
 )
 from composable_fsdp.state_dict.sent import (
     Described,
-    Route,
     routes_of,
     send,
     share_structure,

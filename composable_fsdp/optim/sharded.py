@@ -14,7 +14,7 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.names import Named
 from composable_fsdp.optim.scalars import is_scalar
-from composable_fsdp.state_dict.parts import mismatch, sharded_value
+from composable_fsdp.state_dict.full import mismatch, sharded_value
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _get_module_fsdp_state
 

@@ -18,8 +18,7 @@ from composable_fsdp.comm.consensus import exchange, raise_on_all_ranks
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.flat_parameter import find_flat
-from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.flat.param_ref import param_ref
+from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.flat_state import (
     BY_NAME,
@@ -114,11 +113,8 @@ def _met(
 
 def _named(parameter: Any, *, whole: bool = False) -> Named | None:
     """Return the named parameter if it is sharded, else None."""
-    found = find_leaf(parameter) if whole else cut_leaf(parameter)
-    if found is None:
-        return None
-    ref = param_ref(*found)
-    return Named(ref.name, parameter, ref)
+    ref = find_param(parameter) if whole else cut_leaf(parameter)
+    return None if ref is None else Named(ref.name, parameter, ref)
 
 
 def _members(optim: Optimizer, groups: Any, *, whole: bool = False) -> dict[Any, Named]:
@@ -147,9 +143,9 @@ def _on_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
     # load checks that the file has all elements.
     members = _members(optim, state_dict["param_groups"], whole=True)
     units = _get_fsdp_states(asked.model)
-    with raise_on_all_ranks(shard_groups(units)):
-        state = _all_shown(members, state_dict["state"])
-    return {**state_dict, "state": _with_absent(members, state_dict, state, units)}
+    given, groups = state_dict["state"], shard_groups(units)
+    state = _sharded(members, given, groups, on_all=True, units=units)
+    return {**state_dict, "state": state}
 
 
 def _own(optim: Optimizer, state_dict: StateDict) -> StateDict:
@@ -161,8 +157,7 @@ def _own(optim: Optimizer, state_dict: StateDict) -> StateDict:
     on_all = all(any(says(n.parameter) for says in SHOWN_ON_ALL) for n in absent)
     handles = [named.handle for named in absent] if on_all else []
     groups = _met(optim, handles, "optimizer.state_dict()")
-    with raise_on_all_ranks(groups):
-        state = _all_shown(members, state_dict["state"])
+    state = _sharded(members, state_dict["state"], groups, on_all=bool(groups))
     for key, named in members.items():
         values = state.get(key, {})
         if named.handle is not None:
@@ -171,8 +166,6 @@ def _own(optim: Optimizer, state_dict: StateDict) -> StateDict:
             if isinstance(value, ShardedValue):
                 # ``full_tensor`` would wait for ranks that lack the entry.
                 value.home = None
-    if groups:
-        state = _with_absent(members, state_dict, state)
     return {**state_dict, "state": state}
 
 
@@ -198,27 +191,30 @@ def _refuse_torchs_functions() -> None:
         )
 
 
-def _all_shown(members: dict[Any, Named], given: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the state of all parameters with sharded values."""
-    state = dict(given)
-    for key, named in members.items():
-        # State of a parameter without elements on this rank is stale.
-        if named.is_absent and is_empty(state.get(key, {})):
-            state.pop(key, None)
-        elif key in state:
-            state[key] = _shown(named, state[key])
-    return state
-
-
-def _with_absent(
+def _sharded(
     members: dict[Any, Named],
-    state_dict: StateDict,
-    state: dict[Any, Any],
+    given: dict[Any, Any],
+    groups: Sequence[dist.ProcessGroup],
+    *,
+    on_all: bool,
     units: Sequence[_FSDPState] = (),
 ) -> dict[Any, Any]:
-    """Add the state of parameters that are on other ranks. Collective: of names."""
+    """Return the state with sharded values; ``on_all``: on ranks without elements, too.
+
+    Collective: with ``on_all`` names; an error of a rank goes over ``groups``.
+    """
+    state = dict(given)
+    with raise_on_all_ranks(groups):
+        for key, named in members.items():
+            # State of a parameter without elements on this rank is stale.
+            if named.is_absent and is_empty(state.get(key, {})):
+                state.pop(key, None)
+            elif key in state:
+                state[key] = _shown(named, state[key])
+    if not on_all:
+        return state
     cut = {key: named for key, named in members.items() if named.is_cut}
-    states = [state_dict["state"].get(key, {}) for key in cut]
+    states = [given.get(key, {}) for key in cut]
     require_same_state(list(cut.values()), states, units)
     for (key, named), values in zip(cut.items(), states, strict=True):
         if named.is_absent and values:

@@ -7,8 +7,6 @@ first step tells of others. Parameters that every rank holds whole take any opti
 from __future__ import annotations
 
 import hashlib
-import weakref
-from collections import Counter
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -28,12 +26,14 @@ from composable_fsdp.flat.flat_parameter import (
 )
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import (
+    ParamRef,
+    find_param,
     originals_by_vars,
     param_path,
-    param_ref,
     slot_path,
     successor,
 )
+from composable_fsdp.flat.value_hash import hash_values
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase
 from composable_fsdp.tree.unit_settings import IGNORED
@@ -50,10 +50,9 @@ _REASONS: Final = {
 class Held(NamedTuple):
     """A parameter that an optimizer and a unit hold, original or flat."""
 
-    parameter: Tensor
     handle: FlatParamHandle
-    number: int
-    """As ``find_leaf`` gives it; -1 for a flat parameter."""
+    ref: ParamRef | None
+    """The place of an original; None for a flat parameter."""
     flat: FlatParamRecord | None = None
 
     @property
@@ -61,13 +60,14 @@ class Held(NamedTuple):
         """The name for messages."""
         if self.flat is not None:
             return flat_name(self.handle, self.flat)
-        return quoted(param_path(self.handle, self.number))
+        assert self.ref is not None
+        return quoted(self.ref.name)
 
     @property
     def is_whole(self) -> bool:
         """Whether every rank holds all of an original parameter."""
         # A flat parameter also on a single rank: it joins several in a vector.
-        return self.flat is None and cut_leaf(self.parameter) is None
+        return self.ref is not None and not self.ref.is_cut
 
 
 def parameters_of(optim: Any) -> list[nn.Parameter]:
@@ -78,10 +78,10 @@ def parameters_of(optim: Any) -> list[nn.Parameter]:
 
 def find_held(parameter: Tensor) -> Held | None:
     """Return the parameter with its unit; None if no unit holds it."""
-    if (leaf := find_leaf(parameter)) is not None:
-        return Held(parameter, *leaf)
+    if (ref := find_param(parameter)) is not None:
+        return Held(ref.handle, ref)
     flat = find_flat(parameter)
-    return None if flat is None else Held(parameter, flat[0], -1, flat[1])
+    return None if flat is None else Held(flat[0], None, flat[1])
 
 
 def held_by(optim: object) -> list[Held]:
@@ -94,14 +94,10 @@ def handles_of(optim: Optimizer) -> list[FlatParamHandle]:
     return list({id(held.handle): held.handle for held in held_by(optim)}.values())
 
 
-def cut_leaf(parameter: object) -> tuple[FlatParamHandle, int] | None:
-    """Return the unit of a sharded parameter and its number; None if held whole."""
-    # A unit without a shard group keeps its parameters whole on every rank, unless
-    # tensor parallelism cuts them.
-    found = find_leaf(parameter)
-    if found is None or found[0].groups.shard_ref is not None:
-        return found
-    return found if param_ref(*found).is_cut else None
+def cut_leaf(parameter: object) -> ParamRef | None:
+    """Return the place of a sharded parameter; None if every rank holds it whole."""
+    ref = find_param(parameter)
+    return ref if ref is not None and ref.is_cut else None
 
 
 def flat_name(handle: FlatParamHandle, flat: FlatParamRecord) -> str:
@@ -191,7 +187,7 @@ def prepare_flats(optim: Optimizer) -> None:
 def require_no_flat_originals(optim: Optimizer) -> None:
     """Refuse original parameters whose gradients go to a flat parameter."""
     for held in held_by(optim):
-        if held.flat is None and param_ref(*held[1:3]).region.flat is not None:
+        if held.ref is not None and held.ref.region.flat is not None:
             raise CompositionError(
                 f"{type(optim).__name__} holds {held.name}, of which "
                 "flat_parameters(module) has handed out the flat parameter: that gets "
@@ -222,30 +218,25 @@ def require_agreement(optim: Optimizer, refused: str | None, *, is_first: bool) 
     """Refuse, on all ranks and by the store, misfitting state and unequal options."""
     own = refused or _misfit(optim)
     told = None
-    plain = _unmanaged(optim)
+    plain = list(filter(is_unmanaged, parameters_of(optim)))
     for group, handle in _groups_of(optim).items():
-        log = handle.logs.reduce
-        # Without a log there was no forward, and no gradient. Its keys are the same on
-        # all ranks, whatever optimizers of other models each rank has stepped.
-        if log is None or not log.peers:
-            peers, place = Peers(group, "optimizer"), "state"
-        else:
-            peers = log.peers[0]
-            counts = _compared.setdefault(peers, Counter())
-            counts[handle.name] += 1
-            place = f"optimizer/{handle.name}/{counts[handle.name]}"
+        # The number tells models apart, of whose optimizers ranks may step others in
+        # between. Without an order there was no forward, and no gradient.
+        order = handle.logs.reduce
+        of = "" if order is None else f"/{order.number}/{handle.name}"
+        peers = Peers(group, f"optimizer{of}")
         if is_first:
             # The first rank writes what it holds, and the others compare.
             ours, gradients = _options(optim, group), _fingerprint(plain)
-            other = peers.say(f"{place}/options", [ours, gradients])
+            other = peers.say("options", [ours, gradients])
             if other is not None:
                 theirs, their_gradients = other.value
                 own = own or _difference(optim, ours, theirs, other.rank)
                 if gradients != their_gradients:
                     _warn_of_unreduced(optim, plain, other.rank)
         # Passed on, for ranks that share no group with the one that refuses.
-        said = (f"{place}/options",) if is_first else ()
-        told = peers.share(place, own or told, _PATIENCE, said) or told
+        said = ("options",) if is_first else ()
+        told = peers.share("state", own or told, _PATIENCE, said) or told
     if own:
         raise CompositionError(own)
     if told:
@@ -254,8 +245,6 @@ def require_agreement(optim: Optimizer, refused: str | None, *, is_first: bool) 
 
 _PATIENCE: Final = 5.0
 """Seconds that a rank waits in its step for ranks that do not step."""
-_compared: weakref.WeakKeyDictionary[Peers, Counter[str]] = weakref.WeakKeyDictionary()
-"""Number of comparisons over an order log, by the unit with the least name."""
 
 
 def _options(optim: Optimizer, group: dist.ProcessGroup) -> dict[str, Any]:
@@ -330,7 +319,7 @@ def _misfit(optim: Optimizer) -> str | None:
                 and value.shape != parameter.shape
             ):
                 who = f"{type(optim).__name__}'s state {key!r} of {held.name}"
-                whole = None if held.flat else param_ref(*held[1:3]).shape
+                whole = None if held.ref is None else held.ref.shape
                 return misfit_text(who, tuple(value.shape), parameter, whole)
     return None
 
@@ -366,26 +355,22 @@ def _warn_of_unreduced(optim: Optimizer, plain: list[nn.Parameter], rank: int) -
     )
 
 
-def _unmanaged(optim: Optimizer) -> list[nn.Parameter]:
-    """Return the trainable parameters that no unit holds and no option leaves out."""
+def is_unmanaged(parameter: nn.Parameter) -> bool:
+    """Return whether no unit holds the trainable parameter, and no option names it."""
     # By ``requires_grad`` and not by ``.grad``, which may differ between ranks.
-    return [
-        p
-        for p in parameters_of(optim)
-        if p.requires_grad and not hasattr(p, IGNORED) and find_held(p) is None
-    ]
+    trains = parameter.requires_grad and not hasattr(parameter, IGNORED)
+    return trains and find_held(parameter) is None
 
 
 @torch.no_grad()
 def _fingerprint(parameters: list[nn.Parameter]) -> str:
     """Return a short text that differs if a gradient differs."""
-    digest = hashlib.sha256()
-    for gradient in (parameter.grad for parameter in parameters):
-        values = []
-        # Skip tensor subclasses: their operations may call collectives, and their own
-        # library reduces them.
-        if type(gradient) is Tensor and gradient.layout is torch.strided:
-            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float64))
-            values = [wide.sum().item(), wide.norm().item()]
-        digest.update(repr(values).encode())
-    return digest.hexdigest()[:16]
+    # Without tensor subclasses: their operations may call collectives, and their own
+    # library reduces them.
+    told = [
+        hash_values([g.resolve_conj().resolve_neg()]).tolist()
+        if type(g := p.grad) is Tensor and g.layout is torch.strided
+        else None
+        for p in parameters
+    ]
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]

@@ -1,6 +1,8 @@
-"""Gather the full parameters of a unit."""
+"""The parameters of a unit as state dicts have them: full, or this rank's parts."""
 
 from __future__ import annotations
+
+from math import prod
 
 import torch
 from torch import Tensor
@@ -8,11 +10,13 @@ from torch import Tensor
 from composable_fsdp.access.gather import gather_whole
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.param_ref import in_model_order, param_refs
+from composable_fsdp.flat.param_ref import ParamRef, in_model_order, param_refs
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.offload import on_device
 from composable_fsdp.runtime.recover import require_between_steps
+from composable_fsdp.state_dict.sharded import Home, ShardedValue, describe
+from composable_fsdp.state_dict.shown import placed
 from composable_fsdp.tree.state import _FSDPState
 
 
@@ -40,10 +44,8 @@ def full_values(
     if handle.phase is Phase.SUMMON and handle.is_full:
         # The tensors in the modules, because the block may have replaced parameters.
         shown = {
-            place.slot_index: held.detach()
-            for place, (table, key, _, _) in zip(
-                handle.layout.places, handle.swaps, strict=True
-            )
+            index: held.detach()
+            for index, table, key, _ in placed(handle)
             if (held := table.get(key)) is not None
         }
         # Inside a block the modules show DTensors, whole over the data ranks alone.
@@ -82,3 +84,59 @@ def gather_unit(
     shards = [on_device(handle, region.shard) for region in handle.layout.regions]
     values = gather_whole(handle, shards, refs, first_only=first_only, to_cpu=to_cpu)
     return {ref.slot.index: value for ref, value in zip(refs, values, strict=False)}
+
+
+def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:
+    """Return ``local``, this rank's part of a parameter, as a sharded value."""
+    handle, region, slot = ref.handle, ref.region, ref.slot
+    # No box could represent a parameter without elements.
+    if not prod(ref.shape):
+        return local.new_empty(ref.shape)
+    if handle.groups.shard is None and not slot.shape:
+        return local
+    within = None
+    # Of a parameter that tensor parallelism cuts, the rectangle here. Plain tuples,
+    # which ``torch.load(weights_only=True)`` reads.
+    if slot.whole is not None:
+        cuts = prod(size for _, size, dim in slot.whole.axes if dim is not None)
+        within = slot.shape, slot.whole.offset, cuts
+    # Also without a shard group, so that DCP reads and writes boxes.
+    return ShardedValue(
+        local,
+        ref.shape,
+        slot.offset,
+        region.layout.shard_numel,
+        region.rank,
+        region.layout.world_size,
+        Home(handle.groups.shard_ref, handle.layout.device, ref.form),
+        within,
+    )
+
+
+def sharded_values(handle: FlatParamHandle, *, to_cpu: bool) -> dict[int, Tensor]:
+    """Return copies of this rank's part of the unit's parameters, by slot index."""
+    return {
+        ref.slot.index: sharded_value(
+            ref, ref.leaf.detach().to("cpu" if to_cpu else ref.leaf.device, copy=True)
+        )
+        for ref in param_refs(handle)
+    }
+
+
+def mismatch(ref: ParamRef, value: ShardedValue) -> str:
+    """Return why ``value`` is not this rank's part of ``ref``, or an empty text."""
+    own = sharded_value(ref, value.local)
+    if isinstance(own, ShardedValue) and own.is_part_like(value):
+        return ""
+    region, slot = ref.region, ref.slot
+    start, stop = ref.interval
+    cut = f" in shards of {region.layout.shard_numel} elements from {slot.offset} on"
+    return (
+        f"expected elements [{start}, {stop}) of shape {ref.shape} on rank "
+        f"{region.rank} of {region.layout.world_size},{cut}, got {describe(value)} of "
+        f"shape {tuple(value.shape)}, in shards of {value.shard_numel} elements from "
+        f"{value.offset} on. Sharded values go back into the layout from which they "
+        "came, and another world size, other units, or frozen parameters change the "
+        "layout. Save them with torch.distributed.checkpoint and load that into this "
+        "model's own state_dict(), or save under FULL_STATE_DICT."
+    )

@@ -19,20 +19,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from composable_fsdp.access.other_parts import require_all_data
+from composable_fsdp.comm.meeting import Call
 from composable_fsdp.config import FullStateDictConfig, StateDictSettings, StateDictType
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict import dcp_caller, lost_writes
-from composable_fsdp.state_dict.barrier import barrier_before_gather
-from composable_fsdp.state_dict.full import full_values
+from composable_fsdp.state_dict.full import full_values, sharded_values
 from composable_fsdp.state_dict.loading import load_from_state_dict
 from composable_fsdp.state_dict.other_experts import add_other_experts
-from composable_fsdp.state_dict.parts import sharded_values
 from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.state_dict.shown import Shown, owns_below
-from composable_fsdp.tree.root import outermost
+from composable_fsdp.tree.root import compare_models, meet_over, outermost
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
@@ -120,7 +119,7 @@ def _begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         # Any rank may ask for local values alone.
         if settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
             require_all_data(state.handle, outermost(state).handle, "state_dict")
-        barrier_before_gather(state, module, settings)
+        _meet_to_gather(state, module, settings)
         if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
             first, to_cpu = saving.first_only, config.offload_to_cpu
             saving.show(full_values(state, first_only=first, to_cpu=to_cpu))
@@ -190,3 +189,36 @@ def _require_one_type(module: nn.Module, kind: StateDictType) -> None:
                 "set_state_dict_type on the whole model, or state_dict on each unit "
                 "alone."
             )
+
+
+_SAVE_EVERYWHERE = (
+    "Full values are gathered from all ranks: call state_dict() on every rank, outside "
+    "of any 'if rank == 0', and write the result on one. "
+    "FullStateDictConfig(rank0_only=True) spares the others the memory."
+)
+
+
+def _meet_to_gather(
+    state: _FSDPState, module: nn.Module, settings: StateDictSettings
+) -> None:
+    """Wait until all ranks call a full ``state_dict()``; compare models once."""
+    # Sharded values and local shards are not gathered, so a rank may be alone.
+    if (
+        state.handle.groups.shard is None
+        or settings.state_dict_type is not StateDictType.FULL_STATE_DICT
+    ):
+        return
+    if state.context is not None and state.context.summoned is not None:
+        return  # inside unshard_params values are shown or refused, not gathered
+    # Lower units are gathered inside the same call; a lower unit that the user saves
+    # alone does not wait.
+    if state.parent is None:
+        config = settings.state_dict_config
+        first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
+        details = ("rank0_only=True",) if first_only else ()
+        # The parts of tensor parallelism are gathered, too, by torch and unseen by the
+        # watch: ranks that are still in a step there must not pair with this call.
+        cut = [each for _, _, each in walk_states(module) if each.handle.layout.forms]
+        call = Call("state_dict", state.title, details, _SAVE_EVERYWHERE)
+        meet_over(dict.fromkeys([state, *cut]), call)
+    compare_models(state, replicas=False)

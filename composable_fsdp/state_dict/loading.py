@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.access.other_parts import refuse_forms
+from composable_fsdp.comm.meeting import Call
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.param_ref import ParamRef, param_refs
@@ -26,12 +27,11 @@ from composable_fsdp.naming import listed, quoted, strip_wrapper
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
 from composable_fsdp.state_dict import lost_writes
-from composable_fsdp.state_dict.barrier import barrier_before_load
-from composable_fsdp.state_dict.full import full_values
-from composable_fsdp.state_dict.parts import mismatch, sharded_values
+from composable_fsdp.state_dict.full import full_values, mismatch, sharded_values
 from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.state_dict.shown import Shown
+from composable_fsdp.tree.root import meet_over
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
 
@@ -67,7 +67,7 @@ def load_from_state_dict(
     shown = [table.get(key) for table, key, _, _ in handle.swaps]
     if not handle.layout.on_meta or not any(p is not None and p.is_meta for p in shown):
         require_between_steps(state, "load_state_dict")
-    if barrier_before_load(state, prefix, error_msgs):
+    if _meet_to_load(state, prefix, error_msgs):
         # Before the first write, so that a refusal changes no value of this unit.
         _require_values(self, state_dict, prefix)
         lost_writes.forget(state)
@@ -91,6 +91,33 @@ def load_from_state_dict(
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     _take_values(state, self, state_dict, prefix, error_msgs, assign=assign)
     return load(self, *given, *lists, error_msgs)
+
+
+_LOAD_EVERYWHERE = (
+    "Each rank writes only the rank's own shards: call load_state_dict on every rank, "
+    "with the same values."
+)
+_open: tuple[object, dict[int, list[str]]] = None, {}
+"""torch's list of errors of the ``load_state_dict`` that runs now, or ran last, and by
+identity of a unit the prefixes of the modules that have begun to load."""
+
+
+def _meet_to_load(state: _FSDPState, prefix: str, error_msgs: list[str]) -> bool:
+    """Wait until all ranks that hold the unit load the module at ``prefix``."""
+    global _open
+    # torch passes the same list to all hooks of a call, and a new list to those of the
+    # next call. The reference keeps the list alive, so that its identity stays its own.
+    if _open[0] is not error_msgs:
+        _open = error_msgs, {}
+    begun = _open[1].setdefault(id(state), [])
+    if any(prefix.startswith(each) for each in begun):
+        return False
+    begun.append(prefix)
+    # A unit below a unit loads in the same call.
+    if state.parent is None or id(state.parent) not in _open[1]:
+        call = Call("load_state_dict", state.title, way_out=_LOAD_EVERYWHERE)
+        meet_over([state], call, replicas=True)
+    return True
 
 
 def _is_known(function: Any) -> bool:

@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
 
+from composable_fsdp.access.other_parts import Route
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat import memory
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _FSDPState
-
-Route = tuple[dist.ProcessGroup, ...]
 
 
 # A leaf of a tree of values, which a named tuple would not be.

@@ -223,14 +223,10 @@ class ShardedValue(Tensor):
                 "the state dict under StateDictType.FULL_STATE_DICT, that of an "
                 "optimizer by optim_state_dict(model, optim)."
             )
-        if home.group is None:
-            whole = self.local.to(home.device, copy=True).view(self._inner)
-        else:
-            # All ranks compute all intervals from the same cut.
-            intervals = [self._interval(rank) for rank in range(self.world_size)]
-            whole = gather_part(
-                self.local, self._inner, intervals, home.group.get(), home.device
-            )
+        # All ranks compute all intervals from the same cut.
+        intervals = [self._interval(rank) for rank in range(self.world_size)]
+        group = None if home.group is None else home.group.get()
+        whole = gather_part(self.local, self._inner, intervals, group, home.device)
         # The rectangles lie side by side on the ranks of tensor parallelism. The
         # backend sent from the compute device; the value may be in host memory.
         return home.form.whole(whole).to(self.device)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-from composable_fsdp.flat.handle import Table
+from composable_fsdp.flat.handle import FlatParamHandle, Table
 from composable_fsdp.tree.state import _FSDPState
 
 _shown: weakref.WeakSet[Shown] = weakref.WeakSet()
@@ -33,7 +33,7 @@ class Shown:
     def show(self, values: Mapping[int, Tensor]) -> None:
         """Register a parameter over each value, by slot index, at all its places."""
         _shown.add(self)
-        for index, (table, key, leaf) in self._places():
+        for index, table, key, leaf in placed(self.state.handle):
             if index in values and (shown := table.get(key)) is not None:
                 # A tied parameter is one object at all its places.
                 if index not in self.parameters:
@@ -57,15 +57,18 @@ class Shown:
 
     def changed(self) -> Iterator[tuple[int, Tensor | None]]:
         """Yield slot index and present value of parameters written to or replaced."""
-        for index, (table, key, _) in self._places():
+        for index, table, key, _ in placed(self.state.handle):
             made, now = self.parameters.get(index), table.get(key)
             if made is not None and (now is not made or now._version):
                 yield index, now
 
-    def _places(self) -> Iterator[tuple[int, tuple[Table, str, nn.Parameter]]]:
-        handle = self.state.handle
-        for place, swap in zip(handle.layout.places, handle.swaps, strict=True):
-            yield place.slot_index, swap[:3]
+
+def placed(
+    handle: FlatParamHandle,
+) -> Iterator[tuple[int, Table, str, nn.Parameter]]:
+    """Yield slot index, table, key and sharded leaf of each place in the modules."""
+    for place, swap in zip(handle.layout.places, handle.swaps, strict=True):
+        yield place.slot_index, *swap[:3]
 
 
 def _parameter(value: Tensor, leaf: nn.Parameter) -> nn.Parameter:

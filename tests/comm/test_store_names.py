@@ -50,3 +50,21 @@ def test_an_attempt_that_was_killed_at_any_time_gives_no_name_to_the_next(
     assert [each.missing() for each in ranks.names] == [[], [], []]
     # That of the killed attempt, if some rank had read its name.
     assert store.num_keys() <= 1
+
+
+@pytest.mark.req("R-14")
+def test_a_name_stays_if_another_thread_asks_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that has found the name has removed the keys in which it stood."""
+    store = HashStore()
+    monkeypatch.setattr(store_names, "default_store", lambda: store)
+    ranks = Ranks(monkeypatch, 2)
+    ranks.step([1, 0, 1])
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    first = ranks.names[0]
+
+    assert first.step()
+    name = first.name
+    assert first.step()
+    assert first.name == name

@@ -136,16 +136,26 @@ def late_module(folder: Path) -> None:
     model(torch.ones(2, 8))
 
 
-def strategy_of_lightning(folder: Path) -> None:
-    def setup(self: Any, trainer: object) -> None:
-        pass
+def stand_in(place: str, name: str, method: str) -> Any:
+    """Return an object of a class of a library, which has a method without effect."""
+    kind = type(name, (), {method: lambda self, *given: None})
+    sys.modules[place] = types.SimpleNamespace(**{name: kind})  # type: ignore[assignment]  # a stand-in
+    return kind()
 
-    kind = type("FSDPStrategy", (), {"setup": setup})
-    name = "lightning.pytorch.strategies"
-    sys.modules[name] = types.SimpleNamespace(FSDPStrategy=kind)  # type: ignore[assignment]  # a stand-in
-    strategy: Any = kind()
+
+def strategy_of_lightning(folder: Path) -> None:
+    strategy = stand_in("lightning.pytorch.strategies", "FSDPStrategy", "setup")
     strategy.lightning_module = strategy.model = sharded()
     strategy.setup(None)
+
+
+def local_sgd(folder: Path) -> None:
+    """Nothing is wrong as long as it is not enabled, when it has no model."""
+    block = stand_in("accelerate.local_sgd", "LocalSGD", "__enter__")
+    model = sharded()
+    block.__enter__()
+    block.model = model
+    block.__enter__()
 
 
 def file_of_shards(folder: Path) -> list[Any]:
@@ -199,6 +209,7 @@ SHARDING = [
     ddp_around,
     late_module,
     strategy_of_lightning,
+    local_sgd,
 ]
 """Programs that import ``fully_shard`` alone."""
 

@@ -42,7 +42,8 @@ def met(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
         ("lbfgs", "CompositionError: LBFGS takes inner products"),
         ("optimizer_file", "CheckpointError: optimizer.state_dict() holds"),
         ("ddp_around", "CompositionError: DistributedDataParallel was put around"),
-        ("strategy_of_lightning", "CompositionError: Lightning's FSDPStrategy"),
+        ("strategy_of_lightning", "CompositionError: FSDPStrategy was put around"),
+        ("local_sgd", "CompositionError: LocalSGD was put around"),
         (
             "unknown_optimizer",
             "composable_fsdp: shard taken for the parameter: norm in Normed",

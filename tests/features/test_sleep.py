@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -189,7 +191,7 @@ def test_parts_of_tensor_parallelism_and_experts_can_sleep(world: World) -> None
 @pytest.mark.req("M-10")
 @on_ranks(2)
 def test_a_sleeping_model_says_wake(world: World, tmp_path: Path) -> None:
-    """Forward, backward, step, save, load, state dicts, a block, a second sleep."""
+    """Forward, backward, step, save, load, state dicts, copies, a second sleep."""
     model = gpt("composable")
     optimizer = adamw(model.parameters())
     x = gpt_input(0, world.rank)
@@ -211,6 +213,8 @@ def test_a_sleeping_model_says_wake(world: World, tmp_path: Path) -> None:
         lambda: optimizer.state_dict(),
         lambda: optimizer.load_state_dict(state),
         lambda: optim_state_dict(model, optimizer),
+        lambda: copy.deepcopy(optimizer),
+        lambda: pickle.dumps(optimizer),
         lambda: unshard_params(model).__enter__(),
         lambda: clip_grad_norm_(model, 1.0),
         lambda: grad_norm(model),
@@ -223,7 +227,7 @@ def test_a_sleeping_model_says_wake(world: World, tmp_path: Path) -> None:
         with pytest.raises(PhaseError, match=r"sleeps in host memory.*wake\(model\)"):
             call()
     wake(model, optimizer)
-    assert optimizer.state_dict().keys() == state.keys()
+    assert copy.deepcopy(optimizer).state_dict().keys() == state.keys()
     with pytest.raises(PhaseError, match="a model that is awake"):
         wake(model)
 

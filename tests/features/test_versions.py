@@ -18,14 +18,14 @@ def test_other_versions_are_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A line at the first ``fully_shard``, and none on versions that were tested."""
-    monkeypatch.setattr(versions, "_told", [])
+    versions.tell_untested.cache_clear()
     monkeypatch.setattr(sys, "version_info", (3, 12, 1))
     with caplog.at_level(logging.WARNING), single_rank_group():
         monkeypatch.setattr(torch, "__version__", "2.13.1+cpu")
         fully_shard(nn.Linear(2, 2))
         assert not caplog.messages
 
-        versions._told.clear()
+        versions.tell_untested.cache_clear()
         monkeypatch.setattr(torch, "__version__", "2.15.0a0+git")
         for _ in range(2):
             fully_shard(nn.Linear(2, 2))

@@ -199,12 +199,12 @@ def test_a_plain_model_can_be_prepared_for_evaluation(world: World) -> None:
 
 @on_ranks(2)
 def test_what_would_take_shards_for_whole_parameters_is_refused(world: World) -> None:
-    """LocalSGD asks for a wrapper; the plain accelerator puts DDP around."""
+    """LocalSGD would average rows; the plain accelerator puts DDP around."""
     with as_torchrun(world):
         accelerator = ShardedAccelerator(cpu=True)
         model = accelerator.prepare(tiny_llama())
         with (
-            pytest.raises(AttributeError, match="no_sync"),
+            pytest.raises(CompositionError, match="LocalSGD was put around"),
             LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2),
         ):
             pass

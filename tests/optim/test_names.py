@@ -59,6 +59,16 @@ def sharded_children(model: Any, path: str) -> Any:
     return model
 
 
+def require_states(model: Any, plain: Any, ours: Any, reference: Any) -> None:
+    """Both state dicts are those of the plain model, and load."""
+    state, weights = optim_state_dict(model, ours), model.state_dict()
+    part = optim_state_dict_to_load(model, ours, state)
+    model.load_state_dict(weights)
+    assert _same(state, by_name(plain, reference))
+    assert _same(dict(weights), dict(plain.state_dict()))
+    assert _same(part, local_state_dict(ours))
+
+
 @pytest.mark.req("S1-02")
 @both_paths
 @on_ranks(2)
@@ -76,16 +86,12 @@ def test_units_inside_replicate_have_the_plain_models_names(
     train_sharded(model, ours, world, range(2))
     train_plain(plain, reference, world.world_size, range(2))
 
-    state, weights = optim_state_dict(model, ours), model.state_dict()
+    require_states(model, plain, ours, reference)
     first = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(True, True)
     with state_dict_type(model, StateDictType.FULL_STATE_DICT, *first):
         once = optim_state_dict(model, ours)
-        assert _same(once, state if world.rank == 0 else {})
+        assert _same(once, by_name(plain, reference) if world.rank == 0 else {})
         part = optim_state_dict_to_load(model, ours, once)
-    model.load_state_dict(weights)
-
-    assert _same(state, by_name(plain, reference))
-    assert _same(dict(weights), dict(plain.state_dict()))
     assert _same(part, local_state_dict(ours))
 
 
@@ -138,16 +144,9 @@ def test_a_module_that_shows_its_child_as_itself_gives_names_once(
         rf"{kind.__name__}.named_parameters\(\) gives 'scale' for the parameter at "
         r"'_wrapped.scale' \(and so on, 7 in all\): some module overrides"
     )
-    with pytest.warns(UserWarning, match=told):
-        state = optim_state_dict(model, ours)
-    with pytest.warns(UserWarning, match=told):
-        part = optim_state_dict_to_load(model, ours, state)
-    weights = model.state_dict()
-    model.load_state_dict(weights)
-
-    assert _same(state, by_name(plain, reference))
-    assert _same(dict(weights), dict(plain.state_dict()))
-    assert _same(part, local_state_dict(ours))
+    with pytest.warns(UserWarning, match=told) as said:
+        require_states(model, plain, ours, reference)
+    assert len(said) == 2
 
 
 class Tricky(nn.Module):
@@ -180,13 +179,8 @@ def test_children_named_like_wrappers_keep_their_names(world: World, path: str) 
     ours, reference = (optim.AdamW(m.parameters()) for m in (model, plain))
     train_sharded(model, ours, world, range(1))
     train_plain(plain, reference, world.world_size, range(1))
-    state, weights = optim_state_dict(model, ours), model.state_dict()
-    model.load_state_dict(weights)
 
-    assert _same(state, by_name(plain, reference))
-    assert _same(dict(weights), dict(plain.state_dict()))
-    part = optim_state_dict_to_load(model, ours, state)
-    assert _same(part, local_state_dict(ours))
+    require_states(model, plain, ours, reference)
 
 
 @on_ranks(2)

@@ -377,6 +377,23 @@ def test_freezing_asks_to_move_the_state(world: World) -> None:
 
 
 @on_ranks(2)
+def test_a_load_that_fails_on_the_way_changes_nothing(world: World) -> None:
+    """The last state of each owner has no values to copy."""
+    model, plain, both = pair_of()
+    train(world, model, plain, both, range(1))
+    owned, expected = both[0].owned, both[0].owned.state_dict()
+    last = {n: {"L": torch.empty(2, device="meta")} for n in list(owned._values)[1:]}
+    doubled = {n: {"L": torch.ones(2)} for n in expected["state"]}
+
+    text = message_of(
+        lambda: owned.load_state_dict({**expected, "state": {**doubled, **last}})
+    )
+
+    assert text.startswith("NotImplementedError: Cannot copy out of meta")
+    require_equal(owned.state_dict(), expected)
+
+
+@on_ranks(2)
 def test_other_parameters_are_refused(world: World) -> None:
     """Parameters of another rank, and state of other matrices."""
     model, _, (optimizer, _) = pair_of()

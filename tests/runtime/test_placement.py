@@ -6,6 +6,7 @@ Other devices than the CPU are played by fake tensors; the GPU tests have real o
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from composable_fsdp.comm.compute_device import resolve_device
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.errors import PlanError
 from composable_fsdp.features.passages.containers import Given
-from composable_fsdp.features.passages.full import moving_to
 from tests.runtime.corners import OPEN, WRAPS
 from tests.support.models import TinyGPT
 from tests.support.reference import (
@@ -125,7 +125,7 @@ def test_inputs_are_moved_at_any_depth(kind: str) -> None:
     x, kept, given = torch.ones(2, requires_grad=True), object(), Given()
     argument = WRAPS[kind](x)
     (value, last), kwargs = given.replace(
-        ((argument, kept), {"k": x, "n": 3}), moving_to(META)
+        ((argument, kept), {"k": x, "n": 3}), methodcaller("to", META)
     )
 
     assert OPEN[kind](value).is_meta

@@ -15,10 +15,7 @@ from torch import nn
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.operations import leave
 from composable_fsdp.errors import PhaseError, PlanError
-from composable_fsdp.features.changes.user_memory import (
-    leaves_view_shards,
-    take_memory,
-)
+from composable_fsdp.features.changes.user_memory import is_in_shards, take_memory
 from composable_fsdp.flat.build import replace_layout
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
 from composable_fsdp.flat.gradients import shard_views
@@ -67,18 +64,16 @@ class UserChanges:
 
         Collective: none, except as ``finish_reduction``.
         """
-        changed = requires_grad_changed(state.handle)
+        swaps = state.handle.swaps
+        changed = any(
+            p.requires_grad is not full.requires_grad for *_, p, full in swaps
+        )
         if changed:
             with _told_to_all(state):
                 _follow_requires_grad(ensure_root(state), state)
         return changed
 
-    def is_in_shards(self, handle: FlatParamHandle) -> bool:
-        """Return whether the leaves lie in the shards; if not, they do afterwards."""
-        if leaves_view_shards(handle):
-            return True
-        take_memory(handle)
-        return False
+    is_in_shards = staticmethod(is_in_shards)
 
 
 @contextmanager
@@ -103,6 +98,7 @@ def _adopt(state: _FSDPState) -> None:
         return
     if context is not None:
         synchronize_copy_stream(context)
+        _require_no_cast(context)
         # The old buffers are freed below, so no stream may still read them.
         finish_reduction(context)
         free_oldest(context, keep=0)
@@ -117,6 +113,18 @@ def _adopt(state: _FSDPState) -> None:
         _place_buffers(state)
     if handle.layout.device != device and context is not None:
         _move_unit(context, handle.layout.device)
+
+
+def _require_no_cast(context: RuntimeContext) -> None:
+    """Refuse parameters that were cast while their gradients are being reduced."""
+    for each in filter(None, (context.reducing, context.replicating)):
+        regions = each.handle.layout.trainable
+        if any(p.dtype != r.layout.dtype for r in regions for p in r.leaves):
+            raise PlanError(
+                f"Parameters of unit {each.handle.name} were cast while its gradients "
+                "are being reduced (set_is_last_backward(model, False)). Cast them "
+                "back, and again after the backward that is the last."
+            )
 
 
 def _place_buffers(state: _FSDPState) -> None:
@@ -166,13 +174,6 @@ def _follow_requires_grad(context: RuntimeContext, state: _FSDPState) -> None:
     rebuild_for_requires_grad(handle)
     # The new regions have new full parameters without hooks.
     install_grad_hooks(state)
-
-
-def requires_grad_changed(handle: FlatParamHandle) -> bool:
-    """Return whether the ``requires_grad`` of a leaf differs from the region's flag."""
-    return any(
-        leaf.requires_grad is not full.requires_grad for *_, leaf, full in handle.swaps
-    )
 
 
 def require_leaves(handle: FlatParamHandle) -> bool:

@@ -8,6 +8,7 @@ Code that writes into ``_modules`` or ``_parameters`` directly is not noticed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
@@ -18,29 +19,24 @@ from torch.nn.modules.module import (
 
 from composable_fsdp.compose.registry import other_apis
 from composable_fsdp.errors import warn
-from composable_fsdp.flat.flat_parameter import find_flat
-from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import join_name, listed, quoted
+from composable_fsdp.optim.step_checks import is_unmanaged
 from composable_fsdp.planning import walk
 from composable_fsdp.tree.moments import NEXT_FORWARD
 from composable_fsdp.tree.state import OWNERS, RuntimeContext, _FSDPState, root_of
-from composable_fsdp.tree.unit_settings import IGNORED
 
 PENDING: WeakKeyDictionary[_FSDPState, list[ref[nn.Module | nn.Parameter]]] = (
     WeakKeyDictionary()
 )
 """What was registered since the last forward of each tree, by unit. Empty in the steady
 state."""
-_watches = False
 
 
+@cache
 def watch_registrations() -> None:
     """Record registrations in units from now on; for the rest of the process."""
-    global _watches
-    if not _watches:
-        register_module_module_registration_hook(_note)
-        register_module_parameter_registration_hook(_note)
-        _watches = True
+    register_module_module_registration_hook(_note)
+    register_module_parameter_registration_hook(_note)
 
 
 def _note(module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:
@@ -98,10 +94,7 @@ def _unmanaged(context: RuntimeContext, added: set[int]) -> Iterator[str]:
             if (
                 parameter is not None
                 and id(parameter) in added
-                and parameter.requires_grad
-                and not hasattr(parameter, IGNORED)
-                and find_leaf(parameter) is None
-                and find_flat(parameter) is None
+                and is_unmanaged(parameter)
                 and not _is_place(each, key)
             ):
                 yield join_name(path, key)

@@ -28,13 +28,16 @@ from composable_fsdp.planning.dtensors import local_of
 _log = logging.getLogger("composable_fsdp")
 
 
-def leaves_view_shards(handle: FlatParamHandle) -> bool:
-    """Return whether all leaves lie in the shards; stricter than their addresses."""
+def is_in_shards(handle: FlatParamHandle) -> bool:
+    """Return whether the leaves lie in the shards; if not, they do afterwards."""
     # ``leaf.data = torch.from_numpy(leaf.data.numpy())`` keeps the address and replaces
     # the storage. The difference matters for a unit that is kept unsharded: a changed
     # leaf leads to an all-gather, so all ranks must detect the change. Ranks without
     # elements detect the change by the storage.
-    return not any(_strangers(region) for region in handle.layout.regions)
+    if any(map(_strangers, handle.layout.regions)):
+        take_memory(handle)
+        return False
+    return True
 
 
 @outside_transforms

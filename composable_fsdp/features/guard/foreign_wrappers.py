@@ -1,16 +1,19 @@
 """Refuses wrappers of others that would take shards for whole parameters.
 
-They would broadcast rank 0's rows, copy or cut shards again, or clip by the norm of one
-rank's rows. A user who shards by hand need not import our Lightning strategy::
+They would broadcast rank 0's rows, copy or cut shards again, average the rows of
+different ranks, or clip by the norm of one rank's rows. A user who shards by hand need
+not import our Lightning strategy::
 
     nn.DataParallel, DDP        where ``__init__`` registers the attribute ``module``
     strategies of Lightning     before the method that gets the module
+    LocalSGD of accelerate      where its block begins
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -26,32 +29,39 @@ _LIGHTNING = (
     'import composable_fsdp.lightning and pass strategy="composable_fsdp": it keeps '
     "the units that you made, and shards the rest."
 )
+_WHOLE = (
+    "It trains and averages whole weights on each rank: units average their gradients "
+    "themselves in each step; leave LocalSGD out."
+)
 _REFUSED = "DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"
 _PLACES = {
     # The Trainer, in both distributions; the module is an attribute of the strategy.
-    "lightning.pytorch.strategies": "setup",
-    "pytorch_lightning.strategies": "setup",
+    "lightning.pytorch.strategies": (_REFUSED, "setup", _LIGHTNING),
+    "pytorch_lightning.strategies": (_REFUSED, "setup", _LIGHTNING),
     # Fabric; the module is the argument.
-    "lightning.fabric.strategies": "setup_module",
-    "lightning_fabric.strategies": "setup_module",
+    "lightning.fabric.strategies": (_REFUSED, "setup_module", _LIGHTNING),
+    "lightning_fabric.strategies": (_REFUSED, "setup_module", _LIGHTNING),
+    # The module is an attribute, if LocalSGD is enabled.
+    "accelerate.local_sgd": (("LocalSGD",), "__enter__", _WHOLE),
 }
 _guarded: set[type] = set()
 
 
 def guard_wrappers() -> None:
-    """Guard DDP, DataParallel, and the distributions of Lightning that are imported."""
+    """Guard DDP, DataParallel, and what is imported of Lightning and accelerate."""
     if nn.Module not in _guarded:
         _guarded.add(nn.Module)
         register_module_module_registration_hook(_on_registration)
-    for place, method in _PLACES.items():
-        # A look-up and no import: sharding must work without Lightning.
-        strategies = sys.modules.get(place)
-        for name in _REFUSED if strategies is not None else ():
-            # Older or newer versions may lack a strategy.
-            kind = getattr(strategies, name, None)
+    for place, (names, method, way_out) in _PLACES.items():
+        # A look-up and no import: sharding must work without the library.
+        home = sys.modules.get(place)
+        for name in names if home is not None else ():
+            # Older or newer versions may lack a class.
+            kind = getattr(home, name, None)
             if isinstance(kind, type) and kind not in _guarded:
                 _guarded.add(kind)
-                setattr(kind, method, _guarded_method(getattr(kind, method)))
+                own = getattr(kind, method)
+                setattr(kind, method, _guarded_method(own, way_out))
 
 
 def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -95,15 +105,16 @@ def _require_plain(
         )
 
 
-def _guarded_method(own: Any) -> Any:
-    """Return the method ``own`` of a strategy, which first refuses a sharded module."""
+def _guarded_method(own: Any, way_out: str) -> Any:
+    """Return the method ``own`` of a wrapper, which first refuses a sharded module."""
 
     @functools.wraps(own)
-    def guarded(self: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
-        # ``Trainer`` passes itself; ``Fabric`` passes the module.
-        module = given if isinstance(given, nn.Module) else self.lightning_module
-        what = f"Lightning's {type(self).__name__}"
-        _require_plain(what, module, first_sharded(module), _LIGHTNING)
-        return own(self, given, *args, **kwargs)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        held = (getattr(self, name, None) for name in ("lightning_module", "model"))
+        given = (each for each in (*args, *held) if isinstance(each, nn.Module))
+        for module in islice(given, 1):
+            name = type(self).__name__
+            _require_plain(name, module, first_sharded(module), way_out)
+        return own(self, *args, **kwargs)
 
     return guarded

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.agreement import Peers, can_compare
+from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef, Groups
 from composable_fsdp.comm.meeting import Call
@@ -101,9 +101,9 @@ class OrderLog:
     """The order of uses in a direction (forward or backward) over process groups."""
 
     __slots__ = (
-        *("_at_end", "_entries", "_fact", "_mode", "_name", "_record"),
+        *("_at_end", "_entries", "_fact", "_groups", "_mode", "_name", "_record"),
         *("_recording", "_records", "_waiting", "_what", "elsewhere", "expected"),
-        *("is_open", "number", "order", "peers", "position", "round"),
+        *("is_open", "number", "order", "position", "round"),
     )
 
     def __init__(
@@ -111,11 +111,11 @@ class OrderLog:
         what: str,
         tree: str,
         order: Order,
-        peers: Sequence[Peers] = (),
+        groups: Sequence[GroupRef] = (),
         waiting: Callable[[], str] = str,
     ) -> None:
-        self.order, self.peers = order, tuple(peers)
-        """The ranks to compare with, a ``Peers`` for each group; empty if none can."""
+        self.order, self._groups = order, tuple(groups)
+        # Whose ranks this one compares with; empty if none can.
         self.number = len(order.logs)  # among the logs over its group
         self._what = what  # "forward" or "backward"
         self._name = f"a {what} of {tree} (order log {self.number})"
@@ -260,10 +260,10 @@ class OrderLog:
     def _exchange(self, at: str, values: Sequence[Any]) -> None:
         """Compare a use, a mode (at ``BEGIN``) or all uses (at ``END``) of all ranks.
 
-        Collective: an all-gather of 8 bytes over each group of ``peers``; if tags
+        Collective: an all-gather of 8 bytes over each group; if tags
             differ, an all-gather of objects.
         """
-        if not self.peers:
+        if not self._groups:
             return
         # No comprehension, which is a call: each use of the first step comes here.
         facts = tuple(map(self._fact, values, [at] * len(values)))
@@ -273,12 +273,12 @@ class OrderLog:
         # The name tells trees apart that share the group and the names of units.
         tag = tag_of((self._what, self._name, at, *facts))
         unlike: list[dist.ProcessGroup] = []
-        for peers in self.peers:
+        for group in [each.get() for each in self._groups]:
             # After a difference in a group, this rank sends another tag to the next, so
             # that the ranks there raise, too, and do not wait for this rank.
-            tags = collectives.all_gather_tag(~tag if unlike else tag, peers.group)
+            tags = collectives.all_gather_tag(~tag if unlike else tag, group)
             if tags.count(tags[0]) != len(tags):
-                unlike.append(peers.group)
+                unlike.append(group)
         if not unlike:
             return
         # All ranks of these groups have seen the difference, so all exchange objects.
@@ -303,7 +303,7 @@ class OrderLog:
         cure: str = "",
     ) -> None:
         """Meet all ranks at a value other than ``wanted``, as in round ``since``."""
-        if not self.peers:
+        if not self._groups:
             return
         fact = self._fact(value, at)
         if other:
@@ -322,7 +322,7 @@ class OrderLog:
     def _meet(self, at: str, facts: tuple[Any, ...], does: str, cure: str) -> None:
         """Wait until every rank has come to the place with the same facts, too."""
         announced = Announcement(does, cure, self._place(at), facts)
-        groups = [each.group for each in self.peers]
+        groups = [each.get() for each in self._groups]
         for group in groups:
             require_unbroken(group)
         try:
@@ -337,7 +337,7 @@ class OrderLog:
             self._raise(text)
 
     def _raise(self, text: str) -> NoReturn:
-        """Raise ``text``, which the ranks of ``peers`` know, also in other groups."""
+        """Raise ``text``, which the ranks of its groups know, also in other groups."""
         # Of hybrid sharding, the other replicas have seen no difference in forward, and
         # wait for this rank in the reductions.
         for each in self.elsewhere:
@@ -398,8 +398,8 @@ def _assign_order_logs(
     record(shards, agree=True)
     record(present, agree=replicas)
     for each in (*forward.values(), *backward.values()):
-        own = [peers.group for peers in each.peers]
-        # Groups of a fake world are not watched, and a log has no peers there.
+        own = [ref.get() for ref in each._groups]
+        # Groups of a fake world are not watched, and a log has no groups there.
         each.elsewhere = tuple(
             GroupRef(group) for group in present if own and group not in own
         )
@@ -418,7 +418,6 @@ def _log(
     # Units may have equal groups in different ``Groups`` objects.
     key = tuple([group.group_name for group in groups])
     if groups and key not in logs:
-        # All ranks come here, and some may use the store later without the others.
-        peers = [Peers(group, what) for group in groups if can_compare(group)]
-        logs[key] = OrderLog(what, tree, order_over(groups), peers, waiting)
+        refs = [GroupRef(group) for group in groups if can_compare(group)]
+        logs[key] = OrderLog(what, tree, order_over(groups), refs, waiting)
     return logs.get(key)

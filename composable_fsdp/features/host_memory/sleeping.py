@@ -16,8 +16,9 @@ the way back takes new ones, before a graph is captured.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -40,7 +41,7 @@ from composable_fsdp.flat.gradients import (
     places_of,
     views_are_intact,
 )
-from composable_fsdp.flat.handle import FlatParamHandle, FullForm
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase, Residency
@@ -69,8 +70,8 @@ class _Asleep:
     """Name, tensor that shows empty data, version, and its true data."""
     stored: list[tuple[torch.UntypedStorage, Tensor]]
     """Storage, and its bytes on the host ``(nbytes,)``."""
-    hooks: list[Any]
-    """Of the optimizers: refuse steps and state dicts."""
+    allow: list[Callable[[], object]]
+    """Let the optimizers step, and give state dicts and copies, again."""
 
 
 # The record itself is with the tree, and goes with a model that is dropped asleep.
@@ -138,10 +139,13 @@ def sleep(
     for context, state in trees.items():
         context.summoned = Summon(state, rank0_only=False, why=_WHY, record=found)
     for optim in optims:
-        found.hooks += [
-            optim.register_step_pre_hook(_refuse),
-            optim.register_state_dict_pre_hook(_refuse),
-            optim.register_load_state_dict_pre_hook(_refuse),
+        # ``copy.deepcopy`` and ``pickle`` ask the object, and would copy empty states.
+        vars(optim)["__reduce_ex__"] = partial(_refuse, optim)
+        found.allow += [
+            partial(vars(optim).pop, "__reduce_ex__", None),
+            optim.register_step_pre_hook(_refuse).remove,
+            optim.register_state_dict_pre_hook(_refuse).remove,
+            optim.register_load_state_dict_pre_hook(_refuse).remove,
         ]
     # The allocator of torch would keep the memory from other libraries and processes.
     _synchronize(devices, empty=True)
@@ -228,7 +232,8 @@ def _settle(trees: Iterable[RuntimeContext], handles: list[FlatParamHandle]) -> 
                 "reduction (no_sync). Call it after the backward that reduces."
             )
     for handle in handles:
-        for slot in (*(form.slot for form in _forms(handle)), handle.reduction.slot):
+        forms = filter(None, (handle.form, handle.other_form))
+        for slot in (*(form.slot for form in forms), handle.reduction.slot):
             if slot is not None:
                 # Before the versions are noted, which this moves: what a graph saved of
                 # the slot is lost.
@@ -316,19 +321,14 @@ def _wake(found: _Asleep) -> list[str]:
         context.summoned = None
     for _, host in stored:
         _kept[found.contexts[0]][host.nbytes].append(host)
-    for hook in found.hooks:
-        hook.remove()
+    for allow in found.allow:
+        allow()
     return lost
-
-
-def _forms(handle: FlatParamHandle) -> list[FullForm]:
-    """Return the full forms of a unit."""
-    return [form for form in (handle.form, handle.other_form) if form is not None]
 
 
 def _free_buffers(handle: FlatParamHandle) -> None:
     """Free the old slots, which the views keep until they move into the new ones."""
-    for form in _forms(handle):
+    for form in filter(None, (handle.form, handle.other_form)):
         for full in (*form.fulls, *(form.pieces.buffers if form.pieces else ())):
             memory.free(full)
         if form.pieces is not None:
@@ -355,5 +355,6 @@ def _synchronize(devices: Iterable[torch.device], *, empty: bool = False) -> Non
 
 
 def _refuse(optim: Optimizer, *_: object) -> NoReturn:
-    """Hook of an optimizer whose states sleep: refuse the call."""
-    raise PhaseError(f"{type(optim).__name__} was called {_WHY.format('its model')}")
+    """Refuse a step, a state dict or a copy of an optimizer whose states sleep."""
+    name = type(optim).__name__
+    raise PhaseError(f"{name} was called, or copied, {_WHY.format('its model')}")

@@ -29,7 +29,6 @@ from composable_fsdp.comm.device import StreamEvent, is_capturing
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.features.host_memory.lane import Lane
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.optim.step_checks import (
     find_held,
     handles_of,
@@ -238,10 +237,9 @@ class _States:
         found: dict[int, _Region] = {}
         for at, group in enumerate(groups):
             for parameter in group["params"]:
-                held, key = find_held(parameter), 0
-                if held is not None:
-                    ref = held.flat or param_ref(held.handle, held.number)
-                    key = id(ref.region)
+                held = find_held(parameter)
+                place = held and (held.flat or held.ref)
+                key = id(place and place.region)
                 members = found.setdefault(key, _Region()).members
                 members.setdefault(at, []).append(parameter)
         # Their states move from the regions before, if there were any.

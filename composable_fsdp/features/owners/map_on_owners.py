@@ -9,10 +9,10 @@ Here each matrix has an *owner*, a rank that holds a part of the matrix already:
     rank 1 [ 3 4 ]    ---+->  rank 0 [ 0 1 2 3 4 ]  -> f --+->  rank 1 [ 3 4 ]
     rank 2 [ 5 ]      --'              5 ]                 '->  rank 2 [ 5 ]
 
-Owners follow from the plan (``optim.owner_choice``), so ranks agree on owners without
-communication. The exchange of the next unit runs while the owners compute the matrices
-of this unit. The idea is that of Distributed Muon (arXiv:2502.16982). Replicas of
-hybrid sharding share the matrices, too.
+Owners follow from the plan, so ranks agree on owners without communication. The
+exchange of the next unit runs while the owners compute the matrices of this unit. The
+idea is that of Distributed Muon (arXiv:2502.16982). Replicas of hybrid sharding share
+the matrices, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from math import nan
+from math import nan, prod
 from typing import NamedTuple
 
 import torch
@@ -35,11 +35,12 @@ from composable_fsdp.comm.operations import Operation, leave
 from composable_fsdp.errors import CompositionError, FSDPError
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.param_ref import ParamRef, find_param
-from composable_fsdp.optim.owner_choice import Candidate, Owner, choose_owners
 from composable_fsdp.optim.step_checks import flat_name
 
 WholeFunction = Callable[[Tensor, Tensor], Tensor]
 """``function(whole, parameter)`` returns the whole result."""
+Owner = tuple[int, int]
+"""The replica and the rank of the shard group that computes."""
 
 
 class _Item(NamedTuple):
@@ -49,17 +50,12 @@ class _Item(NamedTuple):
     """Position among the parameters of the call."""
     ref: ParamRef
     value: Tensor | None
-    intervals: tuple[tuple[int, int], ...]
-    """Elements ``[start, stop)`` of the flattened parameter on each rank."""
+    sizes: list[int]
+    """Elements on each rank."""
     owner: int
     """The rank of the shard group that computes."""
     replica: int
     """The replica that computes."""
-
-    @property
-    def sizes(self) -> list[int]:
-        """Elements on each rank."""
-        return [stop - start for start, stop in self.intervals]
 
 
 @torch.no_grad()
@@ -191,29 +187,39 @@ def _items_by_unit(
         layout = ref.region.layout
         key = id(ref.handle), layout.dtype
         ranks = range(layout.world_size)
-        intervals = tuple([layout.interval(ref.slot, rank) for rank in ranks])
+        cuts = [layout.interval(ref.slot, rank) for rank in ranks]
+        sizes = [stop - start for start, stop in cuts]
         units.setdefault(key, []).append(
-            _Item(at, ref, values[at], intervals, owner, replica)
+            _Item(at, ref, values[at], sizes, owner, replica)
         )
     return list(units.values())
 
 
 def owners_of(refs: Sequence[ParamRef]) -> list[Owner]:
-    """Return the (replica, rank of the shard group) that computes each parameter.
+    """Return the owner of each matrix, from plans, which are equal on all ranks."""
+    found = [(0, 0)] * len(refs)
+    load: dict[object, dict[Owner, int]] = {}
+    work = [_work(ref.slot.shape) for ref in refs]
+    # The largest first, each to the holder with the least work so far: the small ones
+    # then fill the gaps. ``sorted`` is stable, so equal matrices keep the order of the
+    # parameters.
+    for number in sorted(range(len(refs)), key=lambda n: -work[n]):
+        ref, groups = refs[number], refs[number].handle.groups
+        # Ranks of different meshes do not share their loads.
+        busy = load.setdefault((groups.shard, groups.replicate), {})
+        # Holders only: a rank without a part would receive, and send back, all of it.
+        holders = ref.region.layout.holders(ref.slot)
+        places = [(q, r) for q in range(groups.replicas) for r in holders]
+        best = min(places, key=lambda place: (busy.get(place, 0), place))
+        busy[best] = busy.get(best, 0) + work[number]
+        found[number] = best
+    return found
 
-    Collective: none: plans are equal on all ranks.
-    """
-    return choose_owners(
-        [
-            Candidate(
-                ref.region.layout,
-                ref.slot,
-                ref.handle.groups.replicas,
-                (ref.handle.groups.shard, ref.handle.groups.replicate),
-            )
-            for ref in refs
-        ]
-    )
+
+def _work(shape: Sequence[int]) -> int:
+    """Return a measure of the work on a matrix: elements times the smaller side."""
+    # The products of Newton-Schulz and of a decomposition grow in this way.
+    return prod(shape) * (min(shape[0], prod(shape[1:])) if len(shape) > 1 else 1)
 
 
 class _Exchange:

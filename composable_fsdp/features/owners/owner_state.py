@@ -61,7 +61,8 @@ class OwnerState:
         """
         number = self._numbers.get(id(parameter))
         if self._packing is None:
-            self._find_owners(self._refs())
+            refs = self._refs()
+            self._settle(refs, self._owned(refs))
         # Parameters that were frozen move others to other ranks, which lack the state.
         elif self._packing != tuple(unit.layout.structure for unit in self._units):
             raise CompositionError(
@@ -90,7 +91,10 @@ class OwnerState:
         """
         refs = self._refs()
         refuse_forms((ref.handle for ref in refs if ref), "OwnerState.state_dict")
-        places = _by_groups(refs)
+        places: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+        for number, each in enumerate(refs):
+            if each is not None:
+                places.setdefault(each.handle.groups.present, []).append(number)
         details = tuple(map(str, self._shapes(refs)))
         call = Call("OwnerState.state_dict", details=details)
         meet(dict.fromkeys(chain(*places)), call)
@@ -124,13 +128,15 @@ class OwnerState:
                 f"OwnerState expects the state of parameters of the shapes {own}, got "
                 f"{given}. Make OwnerState of the same matrices in the same order."
             )
-        self._find_owners(refs)
-        self._values = {}
+        here, found = self._owned(refs), {}
         for n, values in saved["state"].items():
-            if self._here[n]:
+            if here[n]:
                 p, ref = self._parameters[n], refs[n]
                 device = p.device if ref is None else ref.handle.layout.device
-                self._values[n] = _copied(values, device)
+                found[n] = _copied(values, device)
+        # All or nothing: a copy may fail for want of memory.
+        self._settle(refs, here)
+        self._values = found
 
     def _refs(self) -> list[ParamRef | None]:
         """Return the places of the parameters, which change if any is frozen."""
@@ -143,11 +149,14 @@ class OwnerState:
             for p, ref in zip(self._parameters, refs, strict=True)
         ]
 
-    def _find_owners(self, refs: list[ParamRef | None]) -> None:
-        """Note for each parameter whether this rank owns its state."""
-        units = {id(ref.handle): ref.handle for ref in refs if ref is not None}
-        self._units = list(units.values())
+    def _settle(self, refs: list[ParamRef | None], here: list[bool]) -> None:
+        """Note which parameters this rank owns while the units are as now."""
+        self._units = list(dict.fromkeys(ref.handle for ref in refs if ref is not None))
         self._packing = tuple(unit.layout.structure for unit in self._units)
+        self._here = here
+
+    def _owned(self, refs: list[ParamRef | None]) -> list[bool]:
+        """Return for each parameter whether this rank owns its state."""
         known = [n for n, ref in enumerate(refs) if ref is not None]
         found = [True] * len(refs)
         owners = owners_of([ref for ref in refs if ref is not None])
@@ -157,18 +166,7 @@ class OwnerState:
             groups = ref.handle.groups
             replica = 0 if groups.replicate is None else groups.replicate.rank()
             found[number] = place == (replica, groups.rank)
-        self._here = found
-
-
-def _by_groups(
-    refs: Iterable[ParamRef | None],
-) -> dict[tuple[dist.ProcessGroup, ...], list[int]]:
-    """Return the numbers of the sharded parameters by the groups of their units."""
-    found: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
-    for number, ref in enumerate(refs):
-        if ref is not None:
-            found.setdefault(ref.handle.groups.present, []).append(number)
-    return found
+        return found
 
 
 def _copied(values: Any, device: torch.device) -> Any:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from operator import is_
+from operator import is_, methodcaller
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.features.passages import casts, escapes, weight_writes
-from composable_fsdp.features.passages.containers import Change, Given, tensors_in
+from composable_fsdp.features.passages.containers import Given, tensors_in
 from composable_fsdp.flat.residency import UNSHARDED
 from composable_fsdp.runtime.backward import (
     Arguments,
@@ -91,7 +90,7 @@ class FullPassage(Passage):
         call.given = given = Given()
         new: Arguments = args, kwargs
         if self.moves:
-            new = given.replace(new, moving_to(state.device))
+            new = given.replace(new, methodcaller("to", state.device))
         new = casts.cast_inputs(state, given, new)
         assert state.context is not None
         if call.order is state.context.order:  # not recomputed
@@ -183,11 +182,6 @@ def _choose(state: _FSDPState, *, has_graph: bool) -> Passage:
     return (
         FULL if found or len(state.modules) > 1 or casts.casts_values(state) else PLAIN
     )
-
-
-def moving_to(device: torch.device) -> Change:
-    """Return a function that moves tensors to ``device``."""
-    return lambda tensor: tensor if tensor.device == device else tensor.to(device)
 
 
 def _look_for_writes(state: _FSDPState, module: nn.Module) -> None:
