@@ -307,6 +307,16 @@ def around(model: nn.Module) -> None:
     train(model, Around)
 
 
+def stepped_before(model: nn.Module) -> None:
+    """As DCP does, which creates state."""
+    optimizer = ForShards(model.parameters(), 0.01, trust_ratio)
+    optimizer.step()
+    for _ in range(3):
+        backward(loss_of(model))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def in_modes(model: nn.Module) -> None:
     class Mine(TorchFunctionMode):
         def __torch_function__(
@@ -359,6 +369,7 @@ QUIET: dict[str, Program] = {
     "functorch": transformed,
     "Lion": by_rule(lion),
     "works_on_shards": by_rule(trust_ratio, ForShards),
+    "works_on_shards, after a step before any forward": stepped_before,
 }
 
 
@@ -401,6 +412,31 @@ def test_right_programs_hear_nothing(world: World) -> None:
         found = said(program, build(PATHS[index % 2]))
 
         assert [str(each.message) for each in found] == [], name
+
+
+PENALTIES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "L2": (lambda w: 0.1 * w.square().sum(), True),
+    "L1 by rows": (lambda w: w.abs().sum(1).sum() / 3, True),
+    "two sums": (lambda w: w.sum() + (w - 1).pow(2).sum(), True),
+    "an inner product": (lambda w: w.view(-1) @ w.view(-1), True),
+    "mse": (lambda w: nn.functional.mse_loss(w, w.detach(), reduction="sum"), True),
+    "a mean": (lambda w: w.square().mean(), False),
+    "a norm": (lambda w: 0.1 * w.norm(), False),
+    "norms of rows": (lambda w: w.square().sum(1).sqrt().sum(), False),
+    "a product of sums": (lambda w: w.sum() * w.square().sum(), False),
+    "a product of matrices": (lambda w: (w.t() @ w).square().sum(), False),
+    "right and wrong": (lambda w: w.square().sum() + w.norm(), False),
+    "a row": (lambda w: w[0].square().sum(), False),
+}
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_which_penalties_are_right_on_shards(name: str) -> None:
+    """Sums over elements, and what is linear in them."""
+    penalty, is_right = PENALTIES[name]
+    weight = nn.Parameter(torch.ones(2, 3))
+
+    assert [*(graphs._uses([penalty(weight)]) or ())] == [(weight, is_right)]
 
 
 @on_ranks(2)
@@ -576,9 +612,9 @@ def test_an_error_of_the_audit_ends_no_program(world: World) -> None:
     for where, name in (
         (rules, "before"),
         (rules, "after"),
-        (first_step, "place_of"),
+        (first_step, "users_frame"),
         (first_step, "watch_graphs"),
-        (graphs, "_climb"),
+        (graphs, "_behind"),
     ):
         model = build("composable")
         with mock.patch.object(where, name, broken), warnings.catch_warnings():
