@@ -6,6 +6,8 @@ Each program trains a model of two units; a table says what of it is told, and w
 from __future__ import annotations
 
 import linecache
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -593,6 +595,48 @@ def test_an_average_of_a_sharded_model_hears_nothing(world: World) -> None:
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]  # untyped in torch
 
     assert said(after_backward(lambda m: average.update_parameters(m)), model) == []
+
+
+@on_ranks(2)
+def test_a_part_beside_a_tensor_of_another_size_is_named(world: World) -> None:
+    """As in an average of a model whose units divide the same parameters otherwise."""
+    model = build("composable")
+    backward(loss_of(model))
+    part = weight(model).detach()
+
+    with pytest.raises(RuntimeError) as caught:
+        part.add_(torch.ones(12, 6))
+
+    (note,) = getattr(caught.value, "__notes__", [str(caught.value)])
+    assert "add_ takes parameter '0.weight' or its gradient" in note
+    assert "sharded by the same units" in note
+
+
+LATE_COMPILER = """
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from composable_fsdp import fully_shard
+from tests.support.seam import fake_store
+
+dist.init_process_group("fake", rank=0, world_size=2, store=fake_store())
+fully_shard(nn.Linear(8, 8))(torch.ones(2, 8))
+assert torch._C._len_torch_function_stack() == 1
+assert "torch._dynamo" not in sys.modules
+block = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+block = torch.compile(block, backend="aot_eager")
+checkpoint(block, torch.ones(2, 8), use_reentrant=False).sum().backward()
+"""
+
+
+def test_another_model_is_compiled_as_without_an_audit() -> None:
+    """A checkpoint recomputes without the audit's mode. Dynamo is imported late, and
+    cannot be told to take the mode off before it compiles for the first time."""
+    command = [sys.executable, "-c", LATE_COMPILER]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
 
 
 @on_ranks(2)

@@ -26,6 +26,7 @@ from torch.utils._device import DeviceContext
 
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.config import Report
+from composable_fsdp.errors import add_note
 from composable_fsdp.features.audit import rules
 from composable_fsdp.features.audit.graphs import watch_graphs
 from composable_fsdp.features.audit.rules import Call, Part
@@ -187,7 +188,14 @@ class _Mode(TorchFunctionMode):
         call = None
         if not is_own_call(frame, func):
             call = self._begin(frame, func, args, kwargs)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if call is not None and "size" in str(error):
+                part = call.given[0][1]
+                note = _OTHER_SIZE.format(call.name, part.name, tuple(part.shape))
+                add_note(error, note)
+            raise
         if call is not None:
             self._follow(call, frame, result)
         return result
@@ -305,6 +313,11 @@ _TEXTS = {
     rules.DECIDES: "a rank that finds an infinity would skip the step while others "
     "step. composable_fsdp.ShardedGradScaler takes the same arguments.",
 }
+_OTHER_SIZE = (
+    "{} takes parameter {} or its gradient, of which this rank has a part {} only. "
+    "Models whose parameters meet are sharded by the same units, or are whole inside "
+    "unshard_params(model) of both."
+)
 
 
 def _turn(*, on: bool) -> None:
