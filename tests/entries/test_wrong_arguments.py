@@ -282,9 +282,12 @@ def test_optimizer_is_another_name_of_optim(name: str) -> None:
 @pytest.mark.parametrize(
     ("call", "option"),
     [
-        (lambda path, model: cf.save(path, model, keep=2), "SaveOptions(keep=2)"),
-        (lambda path, model: cf.async_save(path, model, keep=2), "SaveOptions(keep=2)"),
-        (lambda path, model: cf.load(path, model, strict=0), "LoadOptions(strict=0)"),
+        (lambda path, model: api.save(path, model, keep=2), "SaveOptions(keep=2)"),
+        (
+            lambda path, model: api.async_save(path, model, keep=2),
+            "SaveOptions(keep=2)",
+        ),
+        (lambda path, model: api.load(path, model, strict=0), "LoadOptions(strict=0)"),
     ],
 )
 def test_an_option_given_as_an_argument_is_named(
