@@ -498,6 +498,22 @@ def test_an_error_of_the_user_leaves_no_mode(world: World) -> None:
 
 
 @on_ranks(2)
+def test_a_step_that_raised_can_be_repeated(world: World) -> None:
+    """The audit's hook on the optimizer is one, and gone behind the next forward."""
+    model = build("composable")
+    audit(model, "error")
+    optimizer = ByRule(model.parameters(), 0.01, trust_ratio)
+    backward(loss_of(model))
+    with pytest.raises(CompositionError, match="norm in ByRule takes elements"):
+        optimizer.step()
+    optimizer.step()
+    backward(loss_of(model))
+    optimizer.step()
+
+    assert not optimizer._optimizer_step_post_hooks
+
+
+@on_ranks(2)
 def test_compiled_functions_are_compiled_once(world: World) -> None:
     """A loss that is compiled in the first step is neither traced nor made again."""
     # torch looks at ``.grad`` of the argument, which is an error here.

@@ -23,6 +23,7 @@ from torch.overrides import (
     _push_mode,
 )
 from torch.utils._device import DeviceContext
+from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.config import Report
@@ -109,22 +110,23 @@ def begin_audit(context: RuntimeContext) -> None:
 @harmless
 def note_step(optim: torch.optim.Optimizer) -> None:
     """Have the next forward end the audit of what ``optim`` holds."""
-    handles = set(map(id, handles_of(optim)))
-    audits = {_MODE.units[key] for key in handles & _MODE.units.keys()}
+    keys = [id(each) for each in handles_of(optim) if id(each) in _MODE.units]
+    audits = [*dict.fromkeys(_MODE.units[key] for key in keys)]
     if not audits:
         return
     for each in audits:
         each.has_stepped = True
         each.iteration_ends()
+    if id(optim) not in audits[0].hooks:
+        audits[0].hooks[id(optim)] = optim.register_step_post_hook(_note_end)
     _MODE.steps.append(optim)
     _turn(on=True)
 
-    def end(*_: object) -> None:
-        hook.remove()
-        del _MODE.steps[-1:]
-        _turn(on=True)
 
-    hook = optim.register_step_post_hook(end)
+def _note_end(*_: object) -> None:
+    if _MODE.steps:
+        _MODE.steps.pop()
+        _turn(on=True)
 
 
 class _Audit:
@@ -136,6 +138,9 @@ class _Audit:
         self.has_stepped = False
         self._left = _PATIENCE
         self.told: set[tuple[str, str, int]] = set()
+        self.hooks: dict[int, RemovableHandle] = {}
+        """By id of the optimizer; not removed at the end of a step, where torch
+        iterates over them."""
         _MODE.units.update({id(each): self for each in context.handles})
 
     @harmless
@@ -148,6 +153,8 @@ class _Audit:
         if self.has_stepped or self._left <= 0:
             context.observers = ()
             _MODE.forget(self)
+            for hook in self.hooks.values():
+                hook.remove()
 
     @harmless
     def iteration_ends(self) -> None:
@@ -167,7 +174,7 @@ class _Mode(TorchFunctionMode):
         self.units: dict[int, _Audit] = {}
         """By id of the unit's handle."""
         self.steps: list[torch.optim.Optimizer] = []
-        """Those that run, one in another."""
+        """Those whose step runs, one in another."""
         self._parts: dict[int, tuple[weakref.ref[Tensor], Part]] = {}
 
     def forget(self, of: _Audit) -> None:
@@ -185,9 +192,8 @@ class _Mode(TorchFunctionMode):
         if torch.compiler.is_compiling() or not self.units:
             return func(*args, **kwargs)
         frame = sys._getframe(1)
-        call = None
-        if not is_own_call(frame, func):
-            call = self._begin(frame, func, args, kwargs)
+        own = is_own_call(frame, func)
+        call = None if own else self._begin(frame, func, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
