@@ -53,14 +53,6 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn_explicit(text, category, *at, seen)
 
 
-def add_note(error: BaseException, note: str) -> None:
-    """Add a sentence to an error of the user, or of torch."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:  # before Python 3.11
-        error.args = (f"{error}\n{note}",)
-
-
 class FSDPError(Exception):
     """The base class of all errors that this package raises on purpose.
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.errors import add_note
 from composable_fsdp.flat.gradients import note_shown, own_gradients, shard_views
 from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.flat.region import FlatParameter, grad_of, post_hooks_of
@@ -63,7 +62,10 @@ def _called(
                 f"In a hook of parameter {quoted(ref.name)} {ref.shape}: it gets the "
                 f"gradient of this rank's part, {tuple(leaf.shape)}."
             )
-            add_note(error, note)
+            if hasattr(error, "add_note"):
+                error.add_note(note)
+            else:  # before Python 3.11
+                error.args = (f"{error}\n{note}",)
         raise
 
 

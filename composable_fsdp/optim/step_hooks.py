@@ -47,8 +47,7 @@ _LOOKED_AT = 2
 
 
 FIRST_STEPS: list[Callable[[Optimizer], None]] = []
-"""Called before the first steps of an optimizer, once the checks have passed. Several:
-the first of a program that resumes may be DCP's, which only creates state."""
+"""Called before the first steps, once checked; DCP's that creates state may be one."""
 
 
 class _KnownOptimizer:

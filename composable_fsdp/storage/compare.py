@@ -180,16 +180,14 @@ def options_of(given: object, kind: type[Options], what: str) -> Options:
 
 def hints_at(kind: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a function say that fields of ``kind`` go into its ``options``."""
-    names = {each.name for each in fields(kind)}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if given := sorted(names & kwargs.keys()):
-                made = ", ".join(f"{name}={kwargs[name]!r}" for name in given)
+            for name in kwargs.keys() & {each.name for each in fields(kind)}:
                 raise TypeError(
-                    f"{function.__name__} takes {listed(given)} as an option; did you "
-                    f"mean {function.__name__}(..., options={kind.__name__}({made}))?"
+                    f"{function.__name__} has {name} among its options; did you mean "
+                    f"options={kind.__name__}({name}={kwargs[name]!r})?"
                 )
             return function(*args, **kwargs)
 

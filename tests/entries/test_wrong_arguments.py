@@ -297,7 +297,7 @@ def test_an_option_given_as_an_argument_is_named(
     text = message_of(lambda: call(tmp_path, tiny_mlp()))
 
     assert text.startswith("TypeError: ")
-    assert f"(..., options={option})?" in text
+    assert f"among its options; did you mean options={option}?" in text
     assert not any(tmp_path.iterdir())
 
 

@@ -27,7 +27,6 @@ from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.config import Report
-from composable_fsdp.errors import add_note
 from composable_fsdp.features.audit import rules
 from composable_fsdp.features.audit.graphs import watch_graphs
 from composable_fsdp.features.audit.rules import Call, Part
@@ -80,12 +79,13 @@ def audit(module: nn.Module, action: Report = "warn") -> None:
     for state in states:
         _wanted[state] = action
     for context in {state.context for state in states if state.context is not None}:
-        context.observers = ()
+        for each in {a for a in _MODE.units.values() if a.context() is context}:
+            each.end(context)
         _nodes.pop(context, None)
         begin_audit(context)
         observers: tuple[Observer, ...] = context.observers
-        for each in observers:
-            each.iteration_ends()
+        for observer in observers:
+            observer.iteration_ends()
     # Optimizers that have stepped are looked at again.
     install_step_hooks()
 
@@ -151,10 +151,14 @@ class _Audit:
         assert context is not None  # it calls
         self._left -= 1
         if self.has_stepped or self._left <= 0:
-            context.observers = ()
-            _MODE.forget(self)
-            for hook in self.hooks.values():
-                hook.remove()
+            self.end(context)
+
+    def end(self, context: RuntimeContext) -> None:
+        """Leave nothing behind."""
+        context.observers = ()
+        _MODE.forget(self)
+        for hook in self.hooks.values():
+            hook.remove()
 
     @harmless
     def iteration_ends(self) -> None:
@@ -198,9 +202,9 @@ class _Mode(TorchFunctionMode):
             result = func(*args, **kwargs)
         except RuntimeError as error:
             if call is not None and "size" in str(error):
-                part = call.given[0][1]
-                note = _OTHER_SIZE.format(call.name, part.name, tuple(part.shape))
-                add_note(error, note)
+                name, part = call.name, call.given[0][1]
+                note = _OTHER_SIZE.format(name, part.name, tuple(part.shape))
+                error.args = (f"{error}. {note}",)
             raise
         if call is not None:
             self._follow(call, frame, result)

@@ -77,7 +77,8 @@ def _uses(outputs: Sequence[Any]) -> Iterable[tuple[Tensor, bool]]:
         if here in seen:
             continue
         seen.add(here)
-        if (leaf := getattr(node, "variable", None)) is not None:
+        if node.name().endswith("AccumulateGrad"):
+            leaf = node.variable
             found[leaf] = found.get(leaf, True) and bool(at & _BELOW)
             continue
         below = [each for each, _ in node.next_functions if each is not None]
