@@ -84,7 +84,7 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
             handle.ready = _gather(context, handle, async_op=True)
         except BaseException:
             # After Ctrl-C the backend may have the call, and write on.
-            residency.leave_full(handle)
+            _give_up(handle)
             raise
     else:
         _unshard_on_stream(context, context.streams, handle)
@@ -172,8 +172,8 @@ def _unshard_on_stream(
         try:
             _gather(context, handle, async_op=False)
         except BaseException:
-            # The reshard that follows frees ``full`` alone.
             free_encoded(handle)
+            residency.free_full(handle)
             raise
         handle.events.gather.record(streams.gather)
         if (ref := handle.groups.shard_ref) is not None:
@@ -214,7 +214,7 @@ def wait_unsharded(handle: FlatParamHandle) -> None:
         try:
             ready.wait()
         except BaseException:
-            residency.leave_full(handle)
+            _give_up(handle)
             raise
         finally:
             handle.ready = None
@@ -229,10 +229,21 @@ def _end_gather(handle: FlatParamHandle, ready: Waitable) -> None:
         ready.wait()
     # Also of Ctrl-C, while the all-gather goes on.
     except BaseException:
-        residency.leave_full(handle)
+        _give_up(handle)
         raise
     finally:
         handle.ready = None
+
+
+def _give_up(handle: FlatParamHandle) -> None:
+    """Leave the full buffers to an all-gather that raised; the unit is sharded."""
+    pieces = handle.form.pieces
+    if pieces is not None:
+        pieces.is_awaited = False
+        pieces.leave([own for own, _ in handle.form.fills])
+    residency.leave_full(handle)
+    # A call that catches the error and runs the unit again must gather again.
+    residency.free_full(handle)
 
 
 def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -246,11 +257,17 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         residency.use_sharded(handle)
     if handle.residency in NOT_GATHERED or handle.kept:
         return
-    if handle.form.handed is not None and handle.form.handed(handle):
-        # The next all-gather writes into the memory behind its readers.
+    pieces, given = handle.form.pieces, handle.form.handed
+    if given is not None:
+        if pieces is not None:
+            # Ranks whose user kept a parameter copy no pieces, so that no rank may.
+            pieces.filled_at = ()
+        # What was kept may get other memory, and the next all-gather writes into this
+        # memory: behind its readers.
         context.streams.wait_for_caller()
-        residency.drop_full(handle)
-        return
+        if given(handle):
+            residency.drop_full(handle)
+            return
     if not handle.form.needs_gather:
         residency.drop_full(handle)
         return
@@ -258,9 +275,9 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         # A custom ``autograd.Function`` may return a saved parameter as a gradient;
         # copy such a gradient before the memory is freed.
         copy_waiting_views(handle)
-    if handle.form.pieces is not None:
+    if pieces is not None:
         awaited = handle.phase is BACKWARD_PRE and not context.tasks
-        handle.form.pieces.is_awaited = awaited
+        pieces.is_awaited = awaited and given is None
     if context.streams.host_waits:
         residency.free_full(handle)
     else:

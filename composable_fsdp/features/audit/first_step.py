@@ -99,9 +99,11 @@ def begin_audit(context: RuntimeContext) -> None:
     action = _wanted.get(root, "warn") if root is not None else "off"
     trained = [each for each in context.handles if each.layout.trainable]
     cut = [each for each in trained if cut_leaf(each.layout.trainable[0].leaves[0])]
-    if action == "off" or not cut:
+    regions = [region for handle in cut for region in handle.layout.trainable]
+    # Some may be frozen since, before the first forward.
+    leaves = [p for region in regions for p in region.leaves if p.requires_grad]
+    if action == "off" or not leaves:
         return
-    leaves = [p for h in cut for region in h.layout.trainable for p in region.leaves]
     # Kept: a parameter holds its node only weakly.
     _nodes[context] = watch_graphs(leaves, is_error=action == "error")
     context.observers = (_Audit(context, is_error=action == "error"),)

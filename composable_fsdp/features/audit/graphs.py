@@ -69,7 +69,7 @@ def watch_graphs(leaves: Sequence[nn.Parameter], *, is_error: bool) -> object:
 def _uses(outputs: Sequence[Any]) -> Iterable[tuple[Tensor, bool]]:
     """Return the sharded leaves that the outputs read, and whether that is right."""
     found: dict[Any, bool] = {}
-    roots = [each.grad_fn for each in outputs if isinstance(each, Tensor)]
+    roots: list[Any] = [o.grad_fn for o in outputs if isinstance(o, Tensor)]
     waiting = [(root, _ABOVE | _BELOW) for root in roots if root is not None]
     seen = set[tuple[Any, int]]()
     while waiting:
