@@ -654,7 +654,8 @@ from composable_fsdp import fully_shard
 from tests.support.seam import fake_store
 
 dist.init_process_group("fake", rank=0, world_size=2, store=fake_store())
-fully_shard(nn.Linear(8, 8))(torch.ones(2, 8))
+audited = fully_shard(nn.Linear(8, 8))
+audited(torch.ones(2, 8))
 assert torch._C._len_torch_function_stack() == 1
 assert "torch._dynamo" not in sys.modules
 block = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
