@@ -21,13 +21,14 @@ PER_RUN = 3
 def examples(everyday: int) -> settings:
     """``everyday`` examples in the everyday profile, those of the long one in it.
 
-    Any other number that was asked for scales ``everyday`` in proportion.
+    Any other number that was asked for scales ``everyday`` in proportion, to three or
+    more: a single example is nearly always the simplest.
     """
     profile = settings.default
     assert profile is not None
     asked = profile.max_examples
     return settings(
-        max_examples=asked if asked >= LONG else max(1, everyday * asked // 50),
+        max_examples=asked if asked >= LONG else max(3, everyday * asked // 50),
         # Without the explain phase: each failing run restarts a pool of ranks.
         phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
         suppress_health_check=[

@@ -47,7 +47,7 @@ _LOOKED_AT = 2
 
 
 FIRST_STEPS: list[Callable[[Optimizer], None]] = []
-"""Called before the first step of an optimizer, once the checks have passed."""
+"""Called before the first steps, once checked; DCP's that creates state may be one."""
 
 
 class _KnownOptimizer:
@@ -138,8 +138,8 @@ def _before_step(optim: Optimizer, args: Any, kwargs: Any) -> None:
     if not met.looks:
         require_current(optim)
         _warn_of_unreduced(optim, met)
-        for look in FIRST_STEPS:
-            look(optim)
+    for look in FIRST_STEPS:
+        look(optim)
     met.looks += 1
     _known[optim] = met
 

@@ -6,10 +6,11 @@ Before any value is verified or copied. A checkpoint can be shown under other na
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from functools import wraps
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -166,6 +167,8 @@ Patterns = str | Sequence[str] | Callable[[str], bool] | None
 
 
 Options = TypeVar("Options")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def options_of(given: object, kind: type[Options], what: str) -> Options:
@@ -173,6 +176,24 @@ def options_of(given: object, kind: type[Options], what: str) -> Options:
     if given is not None and not isinstance(given, kind):
         raise TypeError(f"{what} expects options={kind.__name__}(..), got {given!r}.")
     return kind() if given is None else given
+
+
+def hints_at(kind: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function say that fields of ``kind`` go into its ``options``."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs.keys() & {each.name for each in fields(kind)}:
+                raise TypeError(
+                    f"{function.__name__} has {name} among its options; did you mean "
+                    f"options={kind.__name__}({name}={kwargs[name]!r})?"
+                )
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def matcher(patterns: Patterns, what: str) -> Callable[[str], bool]:

@@ -29,6 +29,7 @@ from composable_fsdp.storage.compare import (
     Selection,
     View,
     compare_model,
+    hints_at,
     matcher,
     options_of,
     renaming,
@@ -96,6 +97,7 @@ class LoadOptions:
 
 
 @takes_optimizer
+@hints_at(LoadOptions)
 # Tensors made in inference mode could not be trained with.
 @torch.inference_mode(False)
 def load(

@@ -36,7 +36,7 @@ from composable_fsdp.storage.commit import (
     last_time,
     remove_older,
 )
-from composable_fsdp.storage.compare import Patterns, Selection, options_of
+from composable_fsdp.storage.compare import Patterns, Selection, hints_at, options_of
 from composable_fsdp.storage.contents import contents_of, optimizers_in
 from composable_fsdp.storage.directory import named_errors, path_text, sync
 from composable_fsdp.storage.manifest import block_size
@@ -116,6 +116,7 @@ class SaveOptions:
 
 
 @takes_optimizer
+@hints_at(SaveOptions)
 def save(
     path: str | os.PathLike[str],
     module: nn.Module,
@@ -374,6 +375,7 @@ def snapshot(memory: SaveMemory, pieces: Sequence[Piece]) -> list[Piece]:
 
 
 @takes_optimizer
+@hints_at(SaveOptions)
 def async_save(
     path: str | os.PathLike[str],
     module: nn.Module,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.recording import record_steps
 from tests.support.reference import (
     apply_units,
+    backward,
     differences,
     gpt_input,
     loss_of,
@@ -217,3 +219,19 @@ def test_a_block_may_write_back_where_no_parameter_has_a_gradient(
                 model[2].bias.grad = torch.ones_like(model[2].bias)
     with unshard_params(model, writeback=False, with_grads=True):
         assert gradients(model) == ["2.bias"]
+
+
+@on_ranks(2)
+def test_weights_that_are_all_written_in_a_block_are_not_compared(
+    world: World,
+) -> None:
+    """The first call that meets is the block that overwrites what ranks have made of
+    seeds of their own."""
+    torch.manual_seed(world.rank)
+    model = fully_shard(nn.Linear(8, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with unshard_params(model), torch.no_grad():
+            for p in model.parameters():
+                p.fill_(0.1)
+        backward(model(torch.ones(1, 8)).sum())

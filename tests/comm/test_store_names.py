@@ -9,7 +9,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from composable_fsdp.comm import store_names
+from composable_fsdp.comm.agreement import Peers, key_value_store
 from composable_fsdp.comm.store_names import AgreedName
+from tests.support.on_ranks import on_ranks
+from tests.support.world import World
 
 
 class Ranks:
@@ -68,3 +71,21 @@ def test_a_name_stays_if_another_thread_asks_once_more(
     name = first.name
     assert first.step()
     assert first.name == name
+
+
+@on_ranks(1, 2, 3)
+def test_what_ranks_share_is_removed_by_the_last(world: World) -> None:
+    """What they said at the place before, the text of one, and the counts; on each rank
+    the text arrives before."""
+    peers, store = Peers(world.group, "a test"), key_value_store()
+    for place, texts in (("quiet", {}), ("told", {world.world_size - 1: "no"})):
+        said = f"{place}/said"
+        peers.say(said, [1])
+
+        told = peers.share(place, texts.get(world.rank), 10.0, [said])
+
+        assert told == next(iter(texts.values()), None)
+        dist.barrier()
+        for each in (place, said, f"{place}/text"):
+            assert not store.check([peers._key(each)]), each
+        dist.barrier()

@@ -279,6 +279,28 @@ def test_optimizer_is_another_name_of_optim(name: str) -> None:
     assert "optim= and optimizer=, two names of one argument" in text
 
 
+@pytest.mark.parametrize(
+    ("call", "option"),
+    [
+        (lambda path, model: api.save(path, model, keep=2), "SaveOptions(keep=2)"),
+        (
+            lambda path, model: api.async_save(path, model, keep=2),
+            "SaveOptions(keep=2)",
+        ),
+        (lambda path, model: api.load(path, model, strict=0), "LoadOptions(strict=0)"),
+    ],
+)
+def test_an_option_given_as_an_argument_is_named(
+    tmp_path: Path, call: Callable[[Path, nn.Module], object], option: str
+) -> None:
+    """With the call that was meant; nothing is written."""
+    text = message_of(lambda: call(tmp_path, tiny_mlp()))
+
+    assert text.startswith("TypeError: ")
+    assert f"among its options; did you mean options={option}?" in text
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_checkpoint_is_saved_and_loaded_by_the_other_name(
     one_rank: World, tmp_path: Path
 ) -> None:

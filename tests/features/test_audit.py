@@ -6,6 +6,8 @@ Each program trains a model of two units; a table says what of it is told, and w
 from __future__ import annotations
 
 import linecache
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -308,6 +310,16 @@ def around(model: nn.Module) -> None:
     train(model, Around)
 
 
+def stepped_before(model: nn.Module) -> None:
+    """As DCP does, which creates state."""
+    optimizer = ForShards(model.parameters(), 0.01, trust_ratio)
+    optimizer.step()
+    for _ in range(3):
+        backward(loss_of(model))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def in_modes(model: nn.Module) -> None:
     class Mine(TorchFunctionMode):
         def __torch_function__(
@@ -371,6 +383,7 @@ QUIET: dict[str, Program] = {
     "functorch": transformed,
     "Lion": by_rule(lion),
     "works_on_shards": by_rule(trust_ratio, ForShards),
+    "works_on_shards, after a step before any forward": stepped_before,
     "a reference that is frozen": as_reference,
 }
 
@@ -420,6 +433,31 @@ def test_right_programs_hear_nothing(world: World) -> None:
         assert [str(each.message) for each in found] == [], name
 
 
+PENALTIES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "L2": (lambda w: 0.1 * w.square().sum(), True),
+    "L1 by rows": (lambda w: w.abs().sum(1).sum() / 3, True),
+    "two sums": (lambda w: w.sum() + (w - 1).pow(2).sum(), True),
+    "an inner product": (lambda w: w.view(-1) @ w.view(-1), True),
+    "mse": (lambda w: nn.functional.mse_loss(w, w.detach(), reduction="sum"), True),
+    "a mean": (lambda w: w.square().mean(), False),
+    "a norm": (lambda w: 0.1 * w.norm(), False),
+    "norms of rows": (lambda w: w.square().sum(1).sqrt().sum(), False),
+    "a product of sums": (lambda w: w.sum() * w.square().sum(), False),
+    "a product of matrices": (lambda w: (w.t() @ w).square().sum(), False),
+    "right and wrong": (lambda w: w.square().sum() + w.norm(), False),
+    "a row": (lambda w: w[0].square().sum(), False),
+}
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_which_penalties_are_right_on_shards(name: str) -> None:
+    """Sums over elements, and what is linear in them."""
+    penalty, is_right = PENALTIES[name]
+    weight = nn.Parameter(torch.ones(2, 3))
+
+    assert [*(graphs._uses([penalty(weight)]) or ())] == [(weight, is_right)]
+
+
 @on_ranks(2)
 def test_a_model_of_real_size_is_audited_alike(world: World) -> None:
     """A weight of two million elements, whose rows are not as many as columns."""
@@ -433,7 +471,7 @@ def test_a_model_of_real_size_is_audited_alike(world: World) -> None:
 def test_the_action_of_an_audit(world: World) -> None:
     """ "off" ends it, "error" raises, and a later step is audited when asked."""
     norms = after_backward(lambda m: weight(m).detach().norm())
-    quiet, strict, again = (build("composable") for _ in range(3))
+    quiet, strict, again, late = (build("composable") for _ in range(4))
     audit(quiet, "off")
     audit(strict, "error")
     train(again)
@@ -442,6 +480,10 @@ def test_the_action_of_an_audit(world: World) -> None:
     with pytest.raises(CompositionError, match="takes elements together of parameter"):
         norms(strict)
     assert said(norms, again) == []
+    backward(loss_of(late))
+    audit(late, "off")
+    assert said(lambda m: sgd(m).step(), late) == []
+    assert said(norms, late) == []
     audit(again)
     assert len(said(norms, again)) == 1
     assert said(norms, again) == []
@@ -474,6 +516,22 @@ def test_an_error_of_the_user_leaves_no_mode(world: World) -> None:
     model.zero_grad()
     assert len(said(TOLD["torch's clip"][0], model)) == 1
     assert torch._C._len_torch_function_stack() == 0
+
+
+@on_ranks(2)
+def test_a_step_that_raised_can_be_repeated(world: World) -> None:
+    """The audit's hook on the optimizer is one, and gone behind the next forward."""
+    model = build("composable")
+    audit(model, "error")
+    optimizer = ByRule(model.parameters(), 0.01, trust_ratio)
+    backward(loss_of(model))
+    with pytest.raises(CompositionError, match="norm in ByRule takes elements"):
+        optimizer.step()
+    optimizer.step()
+    backward(loss_of(model))
+    optimizer.step()
+
+    assert not optimizer._optimizer_step_post_hooks
 
 
 @on_ranks(2)
@@ -577,6 +635,45 @@ def test_an_average_of_a_sharded_model_hears_nothing(world: World) -> None:
 
 
 @on_ranks(2)
+def test_a_part_beside_a_tensor_of_another_size_is_named(world: World) -> None:
+    """As in an average of a model whose units divide the same parameters otherwise."""
+    model = build("composable")
+    backward(loss_of(model))
+    part = weight(model).detach()
+
+    with pytest.raises(RuntimeError, match=r"add_ takes parameter '0\.weight' or its"):
+        part.add_(torch.ones(12, 6))
+
+
+LATE_COMPILER = """
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from composable_fsdp import fully_shard
+from tests.support.seam import fake_store
+
+dist.init_process_group("fake", rank=0, world_size=2, store=fake_store())
+audited = fully_shard(nn.Linear(8, 8))
+audited(torch.ones(2, 8))
+assert torch._C._len_torch_function_stack() == 1
+assert "torch._dynamo" not in sys.modules
+block = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+block = torch.compile(block, backend="aot_eager")
+checkpoint(block, torch.ones(2, 8), use_reentrant=False).sum().backward()
+"""
+
+
+def test_another_model_is_compiled_as_without_an_audit() -> None:
+    """A checkpoint recomputes without the audit's mode. Dynamo is imported late, and
+    cannot be told to take the mode off before it compiles for the first time."""
+    command = [sys.executable, "-c", LATE_COMPILER]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+
+
+@on_ranks(2)
 def test_an_error_of_the_audit_ends_no_program(world: World) -> None:
     """In any part of it: the step is that of a model that is not audited."""
 
@@ -593,9 +690,9 @@ def test_an_error_of_the_audit_ends_no_program(world: World) -> None:
     for where, name in (
         (rules, "before"),
         (rules, "after"),
-        (first_step, "place_of"),
+        (first_step, "users_frame"),
         (first_step, "watch_graphs"),
-        (graphs, "_climb"),
+        (graphs, "_behind"),
     ):
         model = build("composable")
         with mock.patch.object(where, name, broken), warnings.catch_warnings():

@@ -131,6 +131,16 @@ def test_a_forward_meets_the_dtypes_it_meets_under_fsdp1(world: World) -> None:
     assert {v.dtype for v in ours.state_dict().values()} == {torch.float32, torch.int64}
 
 
+@on_ranks(2)
+def test_inputs_are_cast_at_the_root_of_each_call(world: World) -> None:
+    """As in torch's composable FSDP1, also below a unit without mixed precision."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[1], mixed_precision=MixedPrecision(param_dtype=BF16))
+    fully_shard(model)
+
+    assert model(torch.ones(2, 4)).dtype is BF16
+
+
 @pytest.mark.req("B-14")
 @on_ranks(2)
 def test_low_precision_compute_accumulates_in_the_reduce_dtype(world: World) -> None:

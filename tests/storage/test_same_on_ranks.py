@@ -292,6 +292,22 @@ def test_an_extra_state_that_differs_is_refused_or_saved_per_rank(
 
 
 @on_ranks(2)
+def test_a_rank_with_another_path_is_named_in_the_log(
+    world: World, tmp_path: Path
+) -> None:
+    """Rank 0's path is written to."""
+    lines = mock.Mock()
+    with mock.patch.object(logging.Logger, "warning", lines):
+        save(tmp_path / f"of {world.rank}", fully_shard(nn.Linear(4, 4)))
+
+    texts = [each.args[0] % each.args[1:] for each in lines.call_args_list]
+    said = f"/of 1' on rank 1 and writes to rank 0's '{tmp_path}/of 0'"
+    assert [said in text for text in texts] == [True] * world.rank
+    assert (tmp_path / "of 0").exists()
+    assert not (tmp_path / "of 1").exists()
+
+
+@on_ranks(2)
 @pytest.mark.req("N-09")
 def test_a_save_after_the_process_group_is_gone_says_so(
     world: World, tmp_path: Path

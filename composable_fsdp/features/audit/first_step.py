@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,22 +23,22 @@ from torch.overrides import (
     _push_mode,
 )
 from torch.utils._device import DeviceContext
+from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.config import Report
 from composable_fsdp.features.audit import rules
 from composable_fsdp.features.audit.graphs import watch_graphs
-from composable_fsdp.features.audit.rules import Part
+from composable_fsdp.features.audit.rules import Call, Part
 from composable_fsdp.features.audit.telling import (
-    Place,
     harmless,
     is_own_call,
-    place_of,
     tell,
+    users_frame,
 )
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.flat.param_ref import param_path, slot_path
+from composable_fsdp.flat.param_ref import param_path
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.step_checks import cut_leaf, flat_name, handles_of
 from composable_fsdp.optim.step_hooks import install_step_hooks
@@ -46,8 +46,6 @@ from composable_fsdp.tree.moments import Observer
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _ACTIONS = get_args(Report)
-# One before which gradients were cleared counts for half of them: then the program has
-# its own way to step.
 _PATIENCE = 64
 """Forwards after which the audit ends without a step."""
 
@@ -81,12 +79,13 @@ def audit(module: nn.Module, action: Report = "warn") -> None:
     for state in states:
         _wanted[state] = action
     for context in {state.context for state in states if state.context is not None}:
-        context.observers = ()
+        for each in {a for a in _MODE.units.values() if a.context() is context}:
+            each.end(context)
         _nodes.pop(context, None)
         begin_audit(context)
         observers: tuple[Observer, ...] = context.observers
-        for each in observers:
-            each.iteration_ends()
+        for observer in observers:
+            observer.iteration_ends()
     # Optimizers that have stepped are looked at again.
     install_step_hooks()
 
@@ -95,42 +94,41 @@ def audit(module: nn.Module, action: Report = "warn") -> None:
 def begin_audit(context: RuntimeContext) -> None:
     """Begin the audit of a tree; for ``FIRST_FORWARD``."""
     # Another model may have turned the mode on; this is a forward.
-    _take_off()
+    _turn(on=False)
     root = context.root()
     action = _wanted.get(root, "warn") if root is not None else "off"
     trained = [each for each in context.handles if each.layout.trainable]
     cut = [each for each in trained if cut_leaf(each.layout.trainable[0].leaves[0])]
-    leaves = {
-        leaf: quoted(slot_path(handle, slot))
-        for handle in cut
-        for region in handle.layout.trainable
-        for leaf, slot in zip(region.leaves, region.layout.parameters, strict=True)
-        if leaf.requires_grad  # frozen since, before the first forward
-    }
+    regions = [region for handle in cut for region in handle.layout.trainable]
+    # Some may be frozen since, before the first forward.
+    leaves = [p for region in regions for p in region.leaves if p.requires_grad]
     if action == "off" or not leaves:
         return
-    nodes = watch_graphs([*leaves], [*leaves.values()], is_error=action == "error")
     # Kept: a parameter holds its node only weakly.
-    _nodes[context] = nodes
+    _nodes[context] = watch_graphs(leaves, is_error=action == "error")
     context.observers = (_Audit(context, is_error=action == "error"),)
 
 
 @harmless
 def note_step(optim: torch.optim.Optimizer) -> None:
     """Have the next forward end the audit of what ``optim`` holds."""
-    handles = set(map(id, handles_of(optim)))
-    for each in {_MODE.units[key] for key in handles & _MODE.units.keys()}:
+    keys = [id(each) for each in handles_of(optim) if id(each) in _MODE.units]
+    audits = [*dict.fromkeys(_MODE.units[key] for key in keys)]
+    if not audits:
+        return
+    for each in audits:
         each.has_stepped = True
         each.iteration_ends()
-    if type(optim).__module__.startswith("torch.optim."):
-        # Torch's own step is right on parts, and the mode would double its time.
-        _take_off()
+    if id(optim) not in audits[0].hooks:
+        audits[0].hooks[id(optim)] = optim.register_step_post_hook(_note_end)
+    _MODE.steps.append(optim)
+    _turn(on=True)
 
-        def put_on_again(*_: object) -> None:
-            hook.remove()
-            _put_on()
 
-        hook = optim.register_step_post_hook(put_on_again)
+def _note_end(*_: object) -> None:
+    if _MODE.steps:
+        _MODE.steps.pop()
+        _turn(on=True)
 
 
 class _Audit:
@@ -142,36 +140,36 @@ class _Audit:
         self.has_stepped = False
         self._left = _PATIENCE
         self.told: set[tuple[str, str, int]] = set()
-        _MODE.add(self, context)
+        self.hooks: dict[int, RemovableHandle] = {}
+        """By id of the optimizer; not removed at the end of a step, where torch
+        iterates over them."""
+        _MODE.units.update({id(each): self for each in context.handles})
 
     @harmless
     def iteration_begins(self) -> None:
         """Turn the mode off for the forward; end the audit after the step."""
-        _take_off()
+        _turn(on=False)
         context = self.context()
         assert context is not None  # it calls
-        self._left -= 1 if _has_gradients(context) else _PATIENCE // 2
+        self._left -= 1
         if self.has_stepped or self._left <= 0:
-            context.observers = ()
-            _MODE.forget(self)
+            self.end(context)
+
+    def end(self, context: RuntimeContext) -> None:
+        """Leave nothing behind."""
+        context.observers = ()
+        _MODE.forget(self)
+        for hook in self.hooks.values():
+            hook.remove()
 
     @harmless
     def iteration_ends(self) -> None:
         """Turn the mode on behind a forward that may lead to a step."""
         context = self.context()
         if context is not None and (torch.is_grad_enabled() or self.has_stepped):
-            _MODE.add(self, context)
-            _put_on()
-
-
-class _Call(NamedTuple):
-    """A call that takes parts of parameters."""
-
-    name: str
-    place: Place | None  # the user's line; None if parts are right there
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    given: list[tuple[Tensor, Part]]
+            # Units may have been built or laid out anew.
+            _MODE.units.update({id(each): self for each in context.handles})
+            _turn(on=True)
 
 
 class _Mode(TorchFunctionMode):
@@ -181,17 +179,15 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self.units: dict[int, _Audit] = {}
         """By id of the unit's handle."""
+        self.steps: list[torch.optim.Optimizer] = []
+        """Those whose step runs, one in another."""
         self._parts: dict[int, tuple[weakref.ref[Tensor], Part]] = {}
-
-    def add(self, of: _Audit, context: RuntimeContext) -> None:
-        """Audit the cut units of a tree, as they are laid out now."""
-        self.units.update({id(each): of for each in context.handles})
 
     def forget(self, of: _Audit) -> None:
         """End an audit; the last leaves nothing behind."""
         self.units = {key: each for key, each in self.units.items() if each is not of}
         if not self.units:
-            self._parts = {}
+            self._parts, self.steps = {}, []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -204,40 +200,46 @@ class _Mode(TorchFunctionMode):
         frame = sys._getframe(1)
         own = is_own_call(frame, func)
         call = None if own else self._begin(frame, func, args, kwargs)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if call is not None and "size" in str(error):
+                name, part = call.name, call.given[0][1]
+                note = _OTHER_SIZE.format(name, part.name, tuple(part.shape))
+                error.args = (f"{error}. {note}",)
+            raise
         if call is not None:
-            self._follow(call, result)
+            self._follow(call, frame, result)
         return result
 
     @harmless
     def _begin(
         self, frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Call | None:
+    ) -> Call | None:
         """Return a call that takes parts; None for any other, and one that was told."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return None
         given = self._given((*args, *kwargs.values()))
         if not given:
             return None
-        call = _Call(rules.name_of(func), place_of(frame), args, kwargs, given)
-        for tensor, part in given if call.place is not None else ():
-            if what := rules.before(call.name, args, kwargs, tensor, part):
-                self._tell(what, part, call)
+        call = Call(rules.name_of(func), args, kwargs, given)
+        for tensor, part in given:
+            what = rules.before(call, tensor, part)
+            if what and self._tell(what, part, call, frame):
                 return None
         return call
 
     @harmless
-    def _follow(self, call: _Call, result: Any) -> None:
+    def _follow(self, call: Call, frame: FrameType, result: Any) -> None:
         """Note which results are parts; tell what is wrong with others."""
-        name, _, args, kwargs, given = call
-        wrong = []
+        given, wrong = call.given, []
         with torch._C.DisableTorchFunction():
             results = result if isinstance(result, (tuple, list)) else (result,)
-            paired = len(given) == len(results) > 1 and name.startswith("_foreach")
+            paired = len(given) == len(results) and call.name.startswith("_foreach")
             for index, each in enumerate(results):
                 of = given[index : index + 1] if paired else given
                 if isinstance(each, Tensor):
-                    found = [rules.after(name, args, kwargs, g, each) for g in of]
+                    found = [rules.after(call, *g, each) for g in of]
                     good = (f for f in found if not isinstance(f, str))
                     kind: Part | str | None = next(good, found[0])
                     if isinstance(kind, str):
@@ -245,7 +247,7 @@ class _Mode(TorchFunctionMode):
                     elif kind is not None and find_leaf(each) is None:
                         self._parts[id(each)] = weakref.ref(each), kind
         for what, part in wrong:
-            self._tell(what, part, call)
+            self._tell(what, part, call, frame)
 
     def _given(self, values: Iterable[Any]) -> list[tuple[Tensor, Part]]:
         """Return the arguments that are parts of parameters."""
@@ -280,27 +282,28 @@ class _Mode(TorchFunctionMode):
             yield
             return
         self._parts[id(gradient)] = weakref.ref(gradient), part
-        _put_on()
+        _turn(on=True)
         try:
             yield
         finally:
-            _take_off()
+            _turn(on=False)
 
-    def _tell(self, what: str, part: Part, call: _Call) -> None:
-        """Tell once per function and line."""
-        of, name, place = self.units.get(part.unit), call.name, call.place
+    def _tell(self, what: str, part: Part, call: Call, frame: FrameType) -> bool:
+        """Tell once per function and line, unless parts are right there."""
+        of, place = self.units.get(part.unit), users_frame(frame)
         if place is None or of is None:
-            return
-        key = name, place.file, place.line
+            return False
+        key = call.name, place.f_code.co_filename, place.f_lineno
         if key not in of.told:
             of.told.add(key)
-            by = f" in {place.optimizer}" if place.optimizer else ""
+            by = f" in {type(self.steps[0]).__name__}" if self.steps else ""
             text = (
-                f"{name}{by} {what} parameter {part.name} or of its gradient, of which "
-                f"this rank has a part {tuple(part.shape)} only: {_TEXTS[what]} "
+                f"{call.name}{by} {what} parameter {part.name} or of its gradient, of "
+                f"which this rank has a part {tuple(part.shape)} only: {_TEXTS[what]} "
                 'audit(model, "off") silences this.'
             )
             tell(text, place, is_error=of.is_error)
+        return True
 
 
 _MODE = _Mode()
@@ -322,26 +325,35 @@ _TEXTS = {
     rules.DECIDES: "a rank that finds an infinity would skip the step while others "
     "step. composable_fsdp.ShardedGradScaler takes the same arguments.",
 }
+_OTHER_SIZE = (
+    "{} takes parameter {} or its gradient, of which this rank has a part {} only. "
+    "Models whose parameters meet are sharded by the same units, or are whole inside "
+    "unshard_params(model) of both."
+)
 
 
-def _has_gradients(context: RuntimeContext) -> bool:
-    """Return whether gradients wait for a step, or for a reduction."""
-    return any(
-        handle.reduction.due or any(leaf.grad is not None for leaf in region.graded)
-        for handle in context.handles
-        for region in handle.layout.trainable
-    )
-
-
-def _put_on() -> None:
-    """Put the mode below those of the user, whose ``with`` takes off the top."""
-    _take_off()
-    if not _MODE.units:
-        return
+def _turn(*, on: bool) -> None:
+    """Put the mode on, or off; below those of the user, whose ``with`` pops the top."""
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # untyped in torch
-    # A default device must stay at the bottom.
-    at = 1 if stack and isinstance(stack[0], DeviceContext) else 0
-    _replace(stack, [*stack[:at], _MODE, *stack[at:]])
+    new = [each for each in stack if each is not _MODE]
+    if on and _MODE.units and not any(map(_is_right_on_parts, _MODE.steps)):
+        # A default device must stay at the bottom.
+        new.insert(bool(new) and isinstance(new[0], DeviceContext), _MODE)
+        _hear_of_compilations()
+    if len(new) != len(stack):
+        for _ in stack:
+            _pop_mode()  # type: ignore[no-untyped-call]  # ditto
+        for each in new:
+            _push_mode(each)  # type: ignore[no-untyped-call]  # ditto
+
+
+def _is_right_on_parts(optim: torch.optim.Optimizer) -> bool:
+    """Return whether a step needs no audit, whose mode would double its time."""
+    is_torchs = type(optim).__module__.startswith("torch.optim.")
+    return is_torchs or getattr(optim, "works_on_shards", False)
+
+
+def _hear_of_compilations() -> None:
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         calls = dynamo.callback_handler.start_callbacks
@@ -349,22 +361,7 @@ def _put_on() -> None:
             calls.append(_before_compilation)
 
 
-def _take_off() -> None:
-    """Take the mode off this thread."""
-    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # untyped in torch
-    if _MODE in stack:
-        _replace(stack, [each for each in stack if each is not _MODE])
-
-
 def _before_compilation(args: Any) -> None:
     """Take the mode off before dynamo notes and traces the modes of this thread."""
     if args.callback_trigger.name == "DYNAMO":
-        _take_off()
-
-
-def _replace(old: list[Any], new: list[Any]) -> None:
-    """Make ``new`` the modes of this thread, the lowest first."""
-    for _ in old:
-        _pop_mode()  # type: ignore[no-untyped-call]  # ditto
-    for each in new:
-        _push_mode(each)  # type: ignore[no-untyped-call]  # ditto
+        _turn(on=False)

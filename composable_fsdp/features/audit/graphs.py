@@ -10,8 +10,7 @@ has a hook, runs only if the user computed with the shard::
 from __future__ import annotations
 
 import re
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,11 +20,14 @@ from torch import Tensor, nn
 from composable_fsdp.features.audit.telling import (
     backward_frame,
     harmless,
-    place_of,
     tell,
+    users_frame,
 )
+from composable_fsdp.flat.handle import find_leaf
+from composable_fsdp.flat.param_ref import param_path
+from composable_fsdp.naming import quoted
 from composable_fsdp.runtime.grad_hooks import accumulators_of
-from composable_fsdp.runtime.graph_task import current_task, run_backward
+from composable_fsdp.runtime.graph_task import run_backward
 
 _VIEWS = (
     "(Unsafe)?View|ReshapeAlias|Clone|ToCopy|Alias|Cat|Stack|(Uns|S)queeze|T|Transpose|"
@@ -37,90 +39,75 @@ _BY_ELEMENT = re.compile(
 )
 _SUMS = re.compile("Sum|Dot")
 _LINEAR = re.compile(f"Add|R?[Ss]ub|Neg|Mul|Div|Sum|Mean|Select|{_VIEWS}")
+_ABOVE, _BELOW = 1, 2
+"""A path from the loss is above the sum over elements, or below it."""
 
 
-class Nodes(dict[Any, str]):
-    """AccumulateGrad nodes of sharded leaves, and the names of the parameters."""
-
-
-def watch_graphs(
-    leaves: Sequence[nn.Parameter], names: Sequence[str], *, is_error: bool
-) -> Nodes:
+def watch_graphs(leaves: Sequence[nn.Parameter], *, is_error: bool) -> object:
     """Hook the AccumulateGrad nodes of ``leaves``; return the nodes, to be kept."""
     with torch.inference_mode(False), torch.enable_grad():
-        nodes = Nodes(zip(accumulators_of(leaves), names, strict=True))
-    # A node holds its hook, and a hook that held nodes would keep the leaves for ever.
-    link = weakref.ref(nodes)
-    reasons: dict[int, dict[str, str] | None] = {}
-    looked_at = set[str]()
+        nodes = accumulators_of(leaves)
+    # By id: a node holds its hook, and a hook that held a leaf would keep it for ever.
+    left = set(map(id, leaves))
 
-    def reached(name: str, shape: tuple[int, ...], _: Any) -> None:
-        if name in looked_at:
+    def reached(leaf: int, _: Any) -> None:
+        frame = backward_frame(run_backward.__code__) if leaf in left else None
+        left.discard(leaf)
+        if frame is None:
             return
-        looked_at.add(name)
-        frame, task = backward_frame(run_backward.__code__), current_task()
-        if task not in reasons:
-            outputs = frame.f_locals["outputs"] if frame is not None else ()
-            reasons.clear()
-            reasons[task] = _reasons(outputs, link() or {})
-        found = reasons[task]
-        reason = "" if found is None else found.get(name, "an operation")
-        if reason:
-            place = place_of(frame.f_back) if frame is not None else None
-            tell(_text(name, shape, reason), place, is_error=is_error)
+        for other, is_right in _uses(frame.f_locals["outputs"]) or ():
+            if (id(other) in left or id(other) == leaf) and not is_right:
+                tell(_text(other), users_frame(frame.f_back), is_error=is_error)
+            left.discard(id(other))
 
-    for (node, name), leaf in zip(nodes.items(), leaves, strict=True):
-        node.register_prehook(partial(reached, name, tuple(leaf.shape)))
+    for node, leaf in zip(nodes, leaves, strict=True):
+        node.register_prehook(partial(reached, id(leaf)))
     return nodes
 
 
 @harmless
-def _reasons(outputs: Sequence[Any], nodes: dict[Any, str]) -> dict[str, str]:
-    """Return, per name of a reached node, the operation that is wrong, or empty."""
-    readers: dict[Any, list[Any]] = {}
-    roots = [each.grad_fn for each in outputs if isinstance(each, Tensor)]
-    waiting = [root for root in roots if root is not None]
-    seen = set(waiting)
+def _uses(outputs: Sequence[Any]) -> Iterable[tuple[Tensor, bool]]:
+    """Return the sharded leaves that the outputs read, and whether that is right."""
+    found: dict[Any, bool] = {}
+    roots: list[Any] = [o.grad_fn for o in outputs if isinstance(o, Tensor)]
+    waiting = [(root, _ABOVE | _BELOW) for root in roots if root is not None]
+    seen = set[tuple[Any, int]]()
     while waiting:
-        node = waiting.pop()
-        for below, _ in node.next_functions:
-            if below is not None:
-                readers.setdefault(below, []).append(node)
-                if below not in seen:
-                    seen.add(below)
-                    waiting.append(below)
-    return {n: _climb(node, readers) for node, n in nodes.items() if node in readers}
+        node, at = here = waiting.pop()
+        if here in seen:
+            continue
+        seen.add(here)
+        if node.name().endswith("AccumulateGrad"):
+            leaf = node.variable
+            found[leaf] = found.get(leaf, True) and bool(at & _BELOW)
+            continue
+        below = [each for each, _ in node.next_functions if each is not None]
+        at = _behind(node, at, len(below))
+        waiting += [(each, at) for each in below]
+    return found.items()
 
 
-def _climb(leaf: Any, readers: dict[Any, list[Any]]) -> str:
-    """Return the first operation above ``leaf`` that is not right on parts."""
-    waiting = [(reader, False) for reader in readers[leaf]]
-    seen = set(waiting)
-    while waiting:
-        node, is_sum = waiting.pop()
-        name = re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
-        reduced = getattr(node, "_saved_reduction", None) == 2
-        if is_sum:
-            # A product of two results that need a gradient is not linear.
-            operands = sum(below is not None for below, _ in node.next_functions)
-            if not _LINEAR.fullmatch(name) or (name in ("Mul", "Div") and operands > 1):
-                return name
-        elif _SUMS.fullmatch(name) or reduced:
-            is_sum = True
-        elif not _BY_ELEMENT.fullmatch(name):
-            return name
-        for reader in readers.get(node, ()):
-            if (reader, is_sum) not in seen:
-                seen.add((reader, is_sum))
-                waiting.append((reader, is_sum))
-    return ""
+def _behind(node: Any, at: int, operands: int) -> int:
+    """Return where a path is behind ``node``; 0 if it is wrong on parts."""
+    name = re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
+    is_sum = _SUMS.fullmatch(name) or getattr(node, "_saved_reduction", None) == 2
+    # A product of two results that need a gradient is not linear.
+    linear = _LINEAR.fullmatch(name) and (name not in ("Mul", "Div") or operands < 2)
+    behind = 0
+    if at & _ABOVE:
+        behind = (_ABOVE if linear else 0) | (_BELOW if is_sum else 0)
+    if at & _BELOW and _BY_ELEMENT.fullmatch(name):
+        behind |= _BELOW
+    return behind
 
 
-def _text(name: str, shape: tuple[int, ...], reason: str) -> str:
+def _text(leaf: Tensor) -> str:
+    found = find_leaf(leaf)
+    name = quoted(param_path(*found)) if found is not None else "of this model"
     return (
         f"The loss reads parameter {name} outside the forward of its unit, where this "
-        f"rank has its shard {shape} only, and {reason} of a shard is not that of the "
-        "parameter: its gradient differs from the plain model's. Compute it in the "
-        "forward of the unit and return it as a second output (register_forward_method "
-        "for another method). Sums over elements, as an L2 penalty, are right outside."
+        f"rank has its shard {tuple(leaf.shape)} only, and not by a sum over its "
+        "elements, as an L2 penalty is: its gradient differs from the plain model's. "
+        "Compute it in the forward of the unit and return it as a second output "
+        "(register_forward_method for another method)."
     )

@@ -31,6 +31,15 @@ class Part(NamedTuple):
     """Whether dimension 0 of the tensor is the rows of the shard."""
 
 
+class Call(NamedTuple):
+    """A call of a torch function that takes parts of parameters."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: list[tuple[Tensor, Part]]
+
+
 REDUCES = "takes elements together of"
 MULTIPLIES = "computes with the matrix of"
 CHOOSES = "chooses rows by number of"
@@ -68,36 +77,29 @@ def name_of(func: Any) -> str:
     return getattr(owner, "__name__", name) if name == "__get__" else name
 
 
-def before(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor, part: Part
-) -> str:
+def before(call: Call, tensor: Tensor, part: Part) -> str:
     """Return what the call does wrong with ``tensor`` by its name; empty if nothing."""
+    name, args = call.name, call.args
     if name == _SCALER:
         return DECIDES
     if _RANDOM.fullmatch(name):
         return DRAWS
     if _MATRIX.fullmatch(name):
-        keeps = part.by_rows and _multiplies_rows(name, args, tensor)
+        # Rows of a product come from rows of its first factor.
+        is_first = len(args) == 2 and args[0] is tensor is not args[1]
+        keeps = is_first and part.by_rows and name.strip("_") in ("matmul", "mm", "mv")
         return "" if keeps else MULTIPLIES
-    if _ACROSS.fullmatch(name) and (
-        not part.by_rows or _is_over_rows(name, args, kwargs)
-    ):
+    if _ACROSS.fullmatch(name) and (not part.by_rows or _is_over_rows(call)):
         return CHOOSES if _CHOICES.fullmatch(name) else REDUCES
     if name.endswith("etitem__") and args[0] is tensor and part.by_rows:
         return "" if _keeps_rows(args[1], tensor) else CHOOSES
     return ""
 
 
-def after(
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    given: tuple[Tensor, Part],
-    result: Tensor,
-) -> Part | str | None:
+def after(call: Call, tensor: Tensor, part: Part, result: Tensor) -> Part | str | None:
     """Return what ``result`` is a part of, or what the call does wrong, or None."""
-    tensor, part = given
-    rows = result.shape[:1] == tensor.shape[:1]
+    name = call.name
+    rows = part.by_rows and result.shape[:1] == tensor.shape[:1]
     if _NEITHER.fullmatch(name):
         return None
     if _TURNS.fullmatch(name):
@@ -107,27 +109,21 @@ def after(
     if result.shape == part.shape:
         return part._replace(by_rows=True)
     if result.numel() == tensor.numel():
-        return part._replace(by_rows=part.by_rows and rows)
-    rows = rows and part.by_rows and tensor.dim() > 0
-    if rows and not _is_over_rows(name, args, kwargs):
+        return part._replace(by_rows=rows)
+    if rows and tensor.dim() and not _is_over_rows(call):
         return part
     # The gradient of a sum over elements, as of an L2 penalty, is right on parts.
-    is_sum = bool(_SUMS.fullmatch(name)) or kwargs.get("reduction") == "sum"
+    is_sum = bool(_SUMS.fullmatch(name)) or call.kwargs.get("reduction") == "sum"
     if is_sum and result.requires_grad and not result.dim():
         return None
     return CHOOSES if _CHOICES.fullmatch(name) else REDUCES
 
 
-def _multiplies_rows(name: str, args: tuple[Any, ...], tensor: Tensor) -> bool:
-    """Return whether rows of a product come from rows of ``tensor``."""
-    is_first = len(args) == 2 and args[0] is tensor is not args[1]
-    return is_first and name.strip("_") in ("matmul", "mm", "mv")
-
-
-def _is_over_rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_over_rows(call: Call) -> bool:
     """Return whether the call names dimension 0, the rows of its first argument."""
-    at = 2 if "norm" in name else 1
-    given = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else ()))
+    args, at = call.args, 2 if "norm" in call.name else 1
+    named = call.kwargs.get("dim", call.kwargs.get("axis"))
+    given = args[at] if named is None and len(args) > at else named
     dims = given if isinstance(given, (tuple, list)) else (given,)
     first = args[0] if args else None
     size = first.dim() if isinstance(first, Tensor) else 0
