@@ -92,7 +92,7 @@ class UnshardedUnit:
             parameters[name] = made[id(sharded)]
         # Modules inside the unit may be called on full parameters.
         part_guards.allow_part_calls(handle)
-        residency.show_copies(handle)
+        residency.move(handle, residency.COPIES_SHOWN)
         self.versions = [*map(version_of, self.leaves)]
 
     def _lay_leaves(self) -> None:

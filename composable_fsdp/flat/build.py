@@ -22,7 +22,6 @@ from composable_fsdp.flat.build_region import (
     fills_of,
     full_leaves,
     make_full,
-    make_pieces,
 )
 from composable_fsdp.flat.handle import (
     FlatParamHandle,
@@ -33,8 +32,9 @@ from composable_fsdp.flat.handle import (
     UnitLayout,
     remember_leaves,
 )
-from composable_fsdp.flat.memory import Pieces
+from composable_fsdp.flat.memory import GatherSource
 from composable_fsdp.flat.param_form import NO_FORMS, Forms
+from composable_fsdp.flat.pieces import Pieces
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.flat.region import (
     FlatParameter,
@@ -47,6 +47,7 @@ from composable_fsdp.flat.residency import (
     unreadable_versions,
     written,
 )
+from composable_fsdp.flat.wires import EncodedShards
 from composable_fsdp.phases import Residency
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target
@@ -267,7 +268,7 @@ def make_form(
     unreadable: tuple[int, ...] | None = None,
     *,
     full_precision: bool = False,
-    pieces: Pieces | None = None,
+    source: GatherSource | None = None,
 ) -> FullForm:
     """Return the full form over the regions' full buffers and leaves."""
     if unreadable is None:
@@ -287,18 +288,19 @@ def make_form(
             for wire, full in zip(wires, fulls, strict=True)
         ]
     leaves = [r.full.leaves for r in layout.regions]
-    if pieces is None and not layout.on_meta:
-        pieces = make_pieces(layout.plan, gathering)
+    if source is None and any(wires):
+        source = EncodedShards()
+    elif source is None and layout.plan.piece_ranks and not layout.on_meta:
+        source = Pieces(layout.plan, gathering)
     return FullForm(
         full_precision,
         _placed(layout.regions, layout.places, leaves),
         (outputs, inputs),
         fulls,
-        fills_of(gathering, pieces),
+        fills_of(gathering),
         bool(gathering),
         unreadable,
-        wired=any(wires),
-        pieces=pieces,
+        source=source,
     )
 
 
@@ -320,12 +322,7 @@ def set_divisions(handle: FlatParamHandle) -> None:
         and handle.groups.can_average
         and not rule.force_sum
     )
-    shards = handle.groups.reduced_shards
     for region in handle.layout.trainable:
-        if shards > 1:
-            at, size = region.rank % shards, region.layout.shard_numel
-            region.reduce.shards = shards
-            region.reduce.own = slice(at * size, (at + 1) * size)
         dtype = region.reduce.buffer.dtype
         region.reduce.division = division(rule, dtype, ranks=ranks, can_average=average)
 
@@ -383,7 +380,7 @@ def renew_full_leaves(
         handle.layout,
         form.unreadable,
         full_precision=form.full_precision,
-        pieces=form.pieces,
+        source=form.source,
     )
     if form.regions:
         handle.form.regions = tuple([region.full for region in handle.layout.regions])

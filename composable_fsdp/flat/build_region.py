@@ -20,7 +20,6 @@ from composable_fsdp.flat.region import (
 )
 from composable_fsdp.planning.layout import RegionLayout, ShardCuts
 from composable_fsdp.planning.options import Dtypes
-from composable_fsdp.planning.unit_plan import UnitPlan
 
 _is_meta = attrgetter("is_meta")
 
@@ -226,46 +225,24 @@ def _own_parts(
 
 
 def fills_of(
-    regions: Sequence[FlatParameter], pieces: memory.Pieces | None
+    regions: Sequence[FlatParameter], pieces: Sequence[Tensor] | None = None
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return pairs of a part of ``full``, or of a piece, and of the shard with it."""
+    """Return pairs of a part of ``full``, and of the shard with the values.
+
+    With this rank's slices of ``pieces``, pairs of a part of these.
+    """
     made: list[tuple[Tensor, Tensor]] = []
     for at, region in enumerate(regions):
         own, parts = region.full.own_slice, region.full.own_parts
         if own is None:
             continue
-        if pieces is not None and pieces.at_rest:
-            own = pieces.inputs[at]
+        if pieces is not None:
+            own = pieces[at]
             parts = _own_parts(region.layout, own, region.rank)
         # A copy per parameter, because each has strides of its own.
         views, _ = shard_views(region.cuts, region.shard) if parts else ((), ())
         made += zip(parts or (own,), views or (region.shard,), strict=True)
     return tuple(made)
-
-
-def make_pieces(
-    plan: UnitPlan, regions: Sequence[FlatParameter]
-) -> memory.Pieces | None:
-    """Return the pieces of the full buffers of ``regions`` that stay, if any."""
-    ranks = plan.piece_ranks
-    if not ranks or not regions:
-        return None
-    made = memory.Pieces(plan.has_rest, [], [], [])
-    for region in regions:
-        shards, numel = region.layout.world_size // ranks, region.layout.shard_numel
-        # The buffers outlive an inference mode of the caller.
-        buffer = memory.new_buffer(
-            shards * numel, region.full.buffer.dtype, region.device
-        )
-        number, own = divmod(region.rank, shards)
-        made.buffers.append(buffer)
-        made.starts.append(number * buffer.numel())
-        made.inputs.append(region.shard)
-        if region.full.own_slice is not None:
-            with memory.outside_inference():
-                made.inputs[-1] = buffer[own * numel : (own + 1) * numel]
-        memory.free(buffer)
-    return made
 
 
 def full_leaves(

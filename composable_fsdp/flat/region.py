@@ -117,10 +117,6 @@ class ReduceBuffer:
     the all-reduce over the replicate group; ``None`` if none wait."""
     temporary: Tensor | None = None
     """Output of a reduction that cannot write into the flat gradient."""
-    shards: int = 1
-    """Number of shards in the output of a reduction."""
-    own: slice | None = None
-    """This rank's shard in the output, if there are several."""
 
 
 @dataclass(slots=True)

@@ -196,7 +196,7 @@ def require_current_full_params(handle: FlatParamHandle) -> bool:
         # A write that no version shows may come before a forward without a graph, such
         # as averaged weights swapped in through ``.data``.
         return False
-    if handle.writes.gathered_at != unshard.shard_versions(handle):
+    if handle.writes.gathered_at != residency.shard_versions(handle):
         if handle.layout.plan.stays_full:
             return False
         raise PhaseError(

@@ -364,18 +364,19 @@ def drop_unreduced_grads(context: RuntimeContext, handle: FlatParamHandle) -> No
 
 def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
     """Choose the output of each reduction: ``gradient.shard`` or a temporary buffer."""
-    whole = final and handle.rule.hook is None
+    # The output of some placements holds shards of other ranks, too, which ``.grad``
+    # would keep.
+    shards = handle.groups.reduced_shards
+    whole = final and handle.rule.hook is None and shards == 1
     for region in handle.layout.trainable:
         reduce = region.reduce
         dtype = reduce.buffer.dtype
         direct = whole and dtype == region.gradient.dtype and not region.offload
-        # Not if the output holds shards of other ranks, too: ``.grad`` would keep them.
-        direct = direct and reduce.own is None
         reduce.has_tensor_hooks = any(map(tensor_hooks_of, region.leaves))
         reduce.temporary = None
         if not (direct and are_cleared(region.graded)):
             reduce.temporary = memory.new_buffer(
-                reduce.shards * region.layout.shard_numel, dtype, region.device
+                shards * region.layout.shard_numel, dtype, region.device
             )
 
 
@@ -434,13 +435,15 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
         hold_partial_sums(reduction)
         return
     hooked: list[nn.Parameter] = []
+    shards = handle.groups.reduced_shards
     for region, arrived in zip(handle.layout.trainable, reduction.arrived, strict=True):
         reduce = region.reduce
         target = reduce.temporary  # ``reduce_target``, inlined
         if target is None:
             target = region.gradient.shard
-        elif reduce.own is not None:
-            reduce.temporary = target = target[reduce.own]
+        elif shards > 1:
+            own = region.rank % shards
+            reduce.temporary = target = target.chunk(shards)[own]
         assert target is not None
         if handle.rule.after_sum is not None:
             handle.rule.after_sum(target)

@@ -15,10 +15,14 @@ from composable_fsdp.flat.build_region import fills_of
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import slot_path
 from composable_fsdp.flat.region import FlatParameter, part_of
-from composable_fsdp.flat.residency import accept_versions, set_versions, version_of
+from composable_fsdp.flat.residency import (
+    accept_versions,
+    set_versions,
+    shard_versions,
+    version_of,
+)
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.dtensors import local_of
-from composable_fsdp.runtime.unshard import shard_versions
 from composable_fsdp.tree.state import _FSDPState
 
 _COPIED = 1 << 18
@@ -150,7 +154,7 @@ def _copy_all_to_shards(handle: FlatParamHandle) -> None:
             )
     for region in handle.layout.regions:
         if region.full.own_parts:
-            for own_part, part in fills_of([region], None):
+            for own_part, part in fills_of([region]):
                 part.copy_(own_part)
         elif region.full.is_cut:
             start = region.rank * region.layout.shard_numel

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.device import Waitable, outside_transforms
+from composable_fsdp.comm.device import Waitable, copy_async, outside_transforms
+from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.operations import Operation
 from composable_fsdp.comm.wire_format import largest_magnitudes
 from composable_fsdp.flat import memory
@@ -16,10 +17,43 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
 
 
+class EncodedShards:
+    """The source of all-gathers of a unit with wire formats: a ``GatherSource``."""
+
+    __slots__ = ()
+    kept: tuple[torch.Tensor, ...] = ()
+
+    def fill(
+        self, context: object, handle: FlatParamHandle
+    ) -> tuple[list[torch.Tensor], GroupRef | None]:
+        """Encode the shards. Collective: as ``_encode_shards``."""
+        _encode_shards(handle)
+        for own_slice, shard in handle.form.fills:
+            copy_async(own_slice, shard)
+        return handle.form.gather_lists[1], handle.groups.shard_ref
+
+    def landing(
+        self, handle: FlatParamHandle, work: Waitable | None
+    ) -> Waitable | None:
+        """Decode when ``work`` has ended: now if it is None, else at the wait."""
+        if work is not None:
+            return _Decoding(handle, work)
+        # On CUDA on the stream of the all-gather, whose event covers the decoding.
+        _decode_full(handle)
+        return None
+
+    def before_free(self, handle: FlatParamHandle) -> None:
+        """Free the encoded values, which have memory if the all-gather has raised."""
+        _free_encoded(handle)
+
+    def drop(self) -> None:
+        """Do nothing: encoded values are not kept."""
+
+
 # ``torch.func.vjp`` in a forward refuses writes to tensors from outside of it.
 @outside_transforms
 @torch.no_grad()
-def encode_shards(handle: FlatParamHandle) -> None:
+def _encode_shards(handle: FlatParamHandle) -> None:
     """Write the shards of regions with a wire format into this rank's slices.
 
     Collective: an all-reduce per region whose format needs the largest magnitudes.
@@ -58,15 +92,6 @@ def _largest(
     return found
 
 
-def decoding(handle: FlatParamHandle, work: Waitable | None) -> Waitable | None:
-    """Decode when ``work`` has ended: now if it is None, else at the wait for it."""
-    if work is not None:
-        return _Decoding(handle, work)
-    # On CUDA on the stream of the all-gather, whose event covers the decoding.
-    _decode_full(handle)
-    return None
-
-
 class _Decoding:
     """An all-gather of encoded values; the wait also decodes."""
 
@@ -93,10 +118,10 @@ def _decode_full(handle: FlatParamHandle) -> None:
         # Autograd saves views of ``full`` only from here on (``make_readable``), so
         # these writes invalidate no saved tensor.
         layout.wire.decode(wire.buffer, region.full.buffer, layout.wire_layout)
-    free_encoded(handle)
+    _free_encoded(handle)
 
 
-def free_encoded(handle: FlatParamHandle) -> None:
+def _free_encoded(handle: FlatParamHandle) -> None:
     """Free the encoded values of a unit, if it has any."""
     for region in handle.layout.regions:
         if region.full.wire is not None:
