@@ -90,7 +90,7 @@ def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
     """Create the flat gradient, unless leaves show parts of the existing one."""
     # In the steady state the forward has released the flat gradient (``free_cleared``),
     # and the leaves are not examined.
-    may_go = region.gradient.shard is not None and settled and region.host_copy is None
+    may_go = region.gradient.shard is not None and settled and not region.host_copies
     # A new flat gradient, and not the old memory: a user who kept a reference to an old
     # ``.grad`` must keep the values, as with plain autograd.
     if may_go and (are_cleared(region.graded) or not views_are_intact(region)):

@@ -119,17 +119,6 @@ class ReduceBuffer:
     """Output of a reduction that cannot write into the flat gradient."""
 
 
-@dataclass(slots=True)
-class HostCopy:
-    """A device-to-host copy into the flat gradient that is in flight."""
-
-    arrived: bytearray
-    """Per parameter, 1 if the parameter gets a gradient."""
-    owned: dict[int, Tensor]
-    """By index of the parameter, gradients that are tensors of the user and no views of
-    the flat gradient."""
-
-
 class FlatParameter:
     """A region at run time. Created by ``build_region``."""
 
@@ -141,7 +130,7 @@ class FlatParameter:
         "full",
         "graded",
         "gradient",
-        "host_copy",
+        "host_copies",
         "layout",
         "leaves",
         "offload",
@@ -188,8 +177,9 @@ class FlatParameter:
         self.show = show
         """Gives reduced gradients to the leaves (``gradients.show_on_leaves``) or to
         ``flat`` (``user_hooks.show_on_flat``)."""
-        self.host_copy: HostCopy | None = None
-        """Offloaded units only: the copy in flight into the flat gradient."""
+        self.host_copies: list[tuple[Tensor | None, bytes]] = []
+        """Offloaded units only: sums that are being copied to the host (None: into the
+        flat gradient), and, per parameter, 1 if it gets a gradient."""
 
     @property
     def absent(self) -> tuple[int, ...]:
