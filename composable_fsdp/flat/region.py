@@ -105,7 +105,7 @@ class ReduceBuffer:
     # ``Any``: the class is in ``flat.handle``.
     progress: Any = None
     """The ``BackwardProgress`` of the graph task whose gradients are as usual: each was
-    announced, trains, and will be reduced; else None."""
+    announced, is a plain tensor, and will be reduced; else None."""
     owner: Callable[[], Any] = no_owner
     """Weak reference to the unit's state, for the hooks of the full leaves."""
     division: Division = NO_DIVISION

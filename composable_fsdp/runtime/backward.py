@@ -340,6 +340,7 @@ def make_grad_hook(
             or progress.task != current_task()
             or reduce.arrived[index]
             or gradient.requires_grad
+            or not region.leaves[index].requires_grad
         ):
             del gradient
             _arrive(region, index, leaf, form)

@@ -31,7 +31,6 @@ from composable_fsdp.flat.handle import (
     FlatParamHandle,
 )
 from composable_fsdp.flat.param_ref import place_path
-from composable_fsdp.flat.region import trains_of
 from composable_fsdp.flat.residency import SHARDED, find_unreadable, find_written
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import BACKWARD_PRE, SUMMON, Phase
@@ -170,11 +169,10 @@ def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -
     handle.backward = progress
     if pending:
         handle.reduction.due = True
+    # A leaf with a form has a gradient of another class.
+    usual = None if handle.layout.forms else progress
     for region in handle.layout.trainable:
-        # A leaf with a form has a gradient of another class; a parameter that was
-        # frozen since the forward gets none.
-        usual = not handle.layout.forms and all(map(trains_of, region.leaves))
-        region.reduce.progress = progress if usual else None
+        region.reduce.progress = usual
 
 
 def _full_param_requested(handle: FlatParamHandle) -> PhaseError:

@@ -307,7 +307,8 @@ def _finish_all_reduce(context: RuntimeContext, reduction: Reduction) -> None:
     try:
         if handle.layout.offload:
             # Compute reads nothing. Outputs are given back to the reduce stream below.
-            streams.reduce.wait_stream(streams.all_reduce)
+            with streams.on(streams.reduce):
+                handle.events.all_reduce.wait()
         else:
             event = handle.events.all_reduce
             _wait_on_streams(streams, reduction, event, applies=True)
