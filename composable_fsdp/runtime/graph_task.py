@@ -126,7 +126,8 @@ def parameters_not_requested() -> bool:
 def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     """Add the unit to graph task ``task``; the end of the task will finish the unit."""
     if state.handle.phase is SUMMON:
-        raise inside_block(context, f"Backward of {state.name}")
+        assert context.summoned is not None
+        raise context.summoned.refusal(f"Backward of {state.name} was called")
     if task not in context.tasks:
         if context.dead:
             reset_failed_graph_tasks(context)
@@ -143,12 +144,6 @@ def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> 
         context.tasks[task] = []
         _engine.queue_callback(TaskEnd(context, task))
     context.tasks[task].append(state)
-
-
-def inside_block(context: RuntimeContext, call: str) -> PhaseError:
-    """Return the error of a ``call`` while ``context.summoned`` refuses it."""
-    assert context.summoned is not None
-    return context.summoned.refusal(f"{call} was called")
 
 
 def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -> None:

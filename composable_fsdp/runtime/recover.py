@@ -120,8 +120,8 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
 def require_outside_block(context: RuntimeContext, state: _FSDPState) -> None:
     """Raise PhaseError inside ``unshard_params``."""
     if context.summoned is not None:
-        raise graph_task.inside_block(
-            context, f"Forward of fully sharded module {state.name}"
+        raise context.summoned.refusal(
+            f"Forward of fully sharded module {state.name} was called"
         )
 
 

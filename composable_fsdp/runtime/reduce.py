@@ -52,9 +52,9 @@ from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad
 from composable_fsdp.runtime.replica_sums import (
     add_partial_sums,
     all_reduce_over_replicas,
+    all_reduce_sums,
     drop_partial_sums,
     hold_partial_sums,
-    replicate,
 )
 from composable_fsdp.tree import moments
 from composable_fsdp.tree.state import Reduction, RuntimeContext
@@ -210,7 +210,7 @@ def _replicate_on_stream(streams: Streams, reduction: Reduction) -> None:
     with streams.on(streams.all_reduce):
         # Not ``wait_stream``: the reduce stream may have been given more by then.
         handle.events.reduce.wait()
-        replicate(handle)
+        all_reduce_sums(handle)
         if handle.layout.offload:
             _apply_reduced_gradients(reduction)
         handle.events.all_reduce.record(streams.all_reduce)
@@ -242,7 +242,7 @@ def finish_reduction(
                 and handle.groups.scatter_ref is not None
                 and handle.rule.hook is None
             ):
-                replicate(handle)
+                all_reduce_sums(handle)
         # Also after Ctrl-C, while the reduction goes on.
         except BaseException:
             leave_reduce(handle)
@@ -420,7 +420,7 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
                     buffers[0],
                 ),
             )
-            # On CPU the reduce-scatter is asynchronous, so ``replicate`` adds. On CUDA
+            # On CPU the reduce-scatter is asynchronous, so ``all_reduce_sums`` adds. On CUDA
             # the sums belong to this stream, which must be the last to read them.
             if final and not async_op and groups.sum_ref is not None:
                 for region in regions:

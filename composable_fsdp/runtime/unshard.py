@@ -265,12 +265,6 @@ def end_use(
         keep_full(context, handle)
 
 
-def hold_for_backward(handle: FlatParamHandle) -> None:
-    """Put the sharded parameters back after a forward, and keep the full buffers."""
-    residency.use_sharded(handle)
-    handle.kept_full = False
-
-
 def hold_by_hand(handle: FlatParamHandle) -> None:
     """Keep the full parameters, which are shown or will be, for the next forward."""
     if not handle.writes.gathered_at:
