@@ -105,11 +105,7 @@ class UnshardedUnit:
             pieces += parts
             if made:
                 handle.block_leaves += full_leaves(
-                    region.layout,
-                    parts,
-                    region.leaves,
-                    handle.layout.forms,
-                    [leaf.requires_grad for leaf in region.leaves],
+                    region.layout, parts, region.leaves, handle.layout.forms
                 )
         self.leaves = handle.block_leaves
         for leaf, piece, own in zip(self.leaves, pieces, handle.leaves, strict=True):

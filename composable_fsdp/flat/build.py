@@ -235,18 +235,11 @@ def _reduced_together(
     trainable: tuple[TrainableRegion, ...],
 ) -> tuple[tuple[TrainableRegion, ...], ...]:
     """Return the trainable regions with elements, grouped by reduce dtype."""
-    # The common case reuses the tuple: fewer objects for the garbage collector.
-    if len(trainable) == 1 and trainable[0].layout.padded_numel:
-        return (trainable,)
-    dtypes = {
-        region: region.reduce.buffer.dtype
-        for region in trainable
-        if region.layout.padded_numel
-    }
-    return tuple(
-        tuple(r for r, dtype in dtypes.items() if dtype is each)
-        for each in dict.fromkeys(dtypes.values())
-    )
+    by_dtype: dict[torch.dtype, list[TrainableRegion]] = {}
+    for region in trainable:
+        if region.layout.padded_numel:
+            by_dtype.setdefault(region.reduce.buffer.dtype, []).append(region)
+    return tuple(map(tuple, by_dtype.values()))
 
 
 def _placed(
@@ -370,7 +363,6 @@ def renew_full_leaves(
             compute_views(layout, full.buffer),
             region.leaves,
             handle.layout.forms,
-            [layout.trainable] * len(full.leaves),
         )
         found += zip(full.leaves, made, region.leaves, strict=True)
         region.full = full._replace(leaves=tuple(made))

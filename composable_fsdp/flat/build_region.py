@@ -160,7 +160,7 @@ def make_full(
         own_slice = buffer[start : start + layout.shard_numel]
     own_parts = () if own_slice is None else _own_parts(layout, own_slice, rank)
     parts = compute_views(layout, buffer)
-    made = full_leaves(layout, parts, leaves, forms, [layout.trainable] * len(leaves))
+    made = full_leaves(layout, parts, leaves, forms)
     if is_cut:
         # Views can be created only while the storage has memory. The views stay valid
         # when the storage is resized to 0.
@@ -250,15 +250,12 @@ def full_leaves(
     parts: Sequence[Tensor],
     leaves: Sequence[nn.Parameter],
     forms: Forms,
-    trainable: Sequence[bool],
 ) -> list[nn.Parameter]:
     """Return the full leaves of a region, each in the form of its parameter."""
     if not forms:  # saves a call per parameter
-        return plain_leaves(parts, leaves, trainable)
+        return plain_leaves(parts, leaves, trainable=layout.trainable)
     return [
         # By index and not by name: a unit may hold a name twice.
-        forms[slot.index].full_leaf(part, leaf, trainable=trains)
-        for slot, part, leaf, trains in zip(
-            layout.parameters, parts, leaves, trainable, strict=True
-        )
+        forms[slot.index].full_leaf(part, leaf, trainable=layout.trainable)
+        for slot, part, leaf in zip(layout.parameters, parts, leaves, strict=True)
     ]

@@ -420,8 +420,8 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
                     buffers[0],
                 ),
             )
-            # On CPU the reduce-scatter is asynchronous, so ``all_reduce_sums`` adds. On CUDA
-            # the sums belong to this stream, which must be the last to read them.
+            # On CPU the reduce-scatter is asynchronous, so ``all_reduce_sums`` adds. On
+            # CUDA the sums belong to this stream, which must be the last to read them.
             if final and not async_op and groups.sum_ref is not None:
                 for region in regions:
                     add_partial_sums(region)
