@@ -326,8 +326,8 @@ def switch_form(handle: FlatParamHandle) -> bool:
     form, other = handle.form, handle.other_form
     form.readable = None  # autograd must not read leaves that are put aside
     made = other is None
+    form.regions = tuple([region.full for region in handle.layout.regions])
     if other is None:
-        form.regions = tuple([region.full for region in handle.layout.regions])
         # The buffers outlive the caller's inference mode, so they must not be inference
         # tensors.
         with torch.inference_mode(False), torch.no_grad():
@@ -343,10 +343,10 @@ def switch_form(handle: FlatParamHandle) -> bool:
                     forms=handle.layout.forms,
                 )
         other = make_form(handle.layout, form.unreadable, full_precision=True)
-        other.regions = tuple([region.full for region in handle.layout.regions])
     else:
         for region, full in zip(handle.layout.regions, other.regions, strict=True):
             region.full = full
+        other.regions = ()
     handle.form, handle.other_form = other, form
     return made
 
@@ -374,6 +374,4 @@ def renew_full_leaves(
         full_precision=form.full_precision,
         source=form.source,
     )
-    if form.regions:
-        handle.form.regions = tuple([region.full for region in handle.layout.regions])
     return found

@@ -68,7 +68,7 @@ class FullForm:
     accumulators: tuple[Any, ...] = ()
     """AccumulateGrad nodes of the trainable full leaves."""
     regions: tuple[FullBuffer, ...] = ()
-    """The full buffer of each region, once the unit has two forms."""
+    """The full buffer of each region while the other form is current."""
     slot: FullMemory | None = None
     """Where the full leaves lie, if not in storages of their own."""
     source: GatherSource | None = None

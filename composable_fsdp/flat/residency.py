@@ -183,8 +183,6 @@ def leave_full(handle: FlatParamHandle) -> None:
         for listed in (gathered, fulls):
             listed[:] = [fresh if each is full.buffer else each for each in listed]
         region.full = full._replace(buffer=fresh)
-    if handle.form.regions:
-        handle.form.regions = tuple([region.full for region in handle.layout.regions])
     if handle.form.slot is not None:
         handle.form.slot.leave()
 

@@ -91,6 +91,7 @@ def test_what_a_graph_has_saved_is_unreadable_while_an_all_gather_writes_it(
     pending = unshard(model, async_op=True)
 
     assert versions(form.placed) == form.unreadable
+    assert pending is not None
     pending.wait()
 
 
