@@ -1,6 +1,7 @@
 """The state machines of a unit: its phase in the step, and where its parameters are.
 
-A move that the tables do not list raises: see ``illegal_move``.
+A move of ``Residency`` that the table does not list raises (``illegal_move``). Of
+``Phase`` the step checks nothing; functions outside of a step refuse by it.
 """
 
 from __future__ import annotations

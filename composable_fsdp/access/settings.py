@@ -64,8 +64,9 @@ def set_requires_all_reduce(
 
     With False a hybrid unit reduce-scatters and accumulates the sums,
     ``(shard_numel,)`` in the reduce dtype, and ``.grad`` is unchanged; the next
-    reduction with True all-reduces the total. The setting has no effect without a
-    replicate group. True, the state after ``fully_shard``, all-reduces.
+    reduction with True all-reduces the total. So does a unit whose gradients are summed
+    over the ranks that divide its states (``ZERO1``). The setting has no effect without
+    an all-reduce. True, the state after ``fully_shard``, all-reduces.
 
     Args, Raises: As ``set_requires_gradient_sync``.
     """

@@ -21,6 +21,7 @@ from torch.utils import _pytree
 
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import find_leaf
+from composable_fsdp.optim.step_hooks import after_step
 
 _log = logging.getLogger("composable_fsdp")
 P = ParamSpec("P")
@@ -127,6 +128,8 @@ class CapturedStep(Generic[P, T]):
                 self._capture(graph, args, kwargs)
             if graph.replay is not None:
                 graph.replay()
+                for optimizer in self._optimizers.values():
+                    after_step(optimizer)  # its hooks do not run in a replay
                 # Copied, because a replay writes over the tensors of the graph.
                 copied: T = _pytree.tree_map_only(Tensor, Tensor.clone, graph.output)
                 return copied

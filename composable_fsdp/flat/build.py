@@ -23,6 +23,7 @@ from composable_fsdp.flat.build_region import (
     full_leaves,
     make_full,
 )
+from composable_fsdp.flat.gather_sources import EncodedShards, Pieces
 from composable_fsdp.flat.handle import (
     FlatParamHandle,
     FullForm,
@@ -34,7 +35,6 @@ from composable_fsdp.flat.handle import (
 )
 from composable_fsdp.flat.memory import GatherSource
 from composable_fsdp.flat.param_form import NO_FORMS, Forms
-from composable_fsdp.flat.pieces import Pieces
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.flat.region import (
     FlatParameter,
@@ -47,7 +47,6 @@ from composable_fsdp.flat.residency import (
     unreadable_versions,
     written,
 )
-from composable_fsdp.flat.wires import EncodedShards
 from composable_fsdp.phases import Residency
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target

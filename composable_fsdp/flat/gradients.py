@@ -341,22 +341,22 @@ def clear_arrived(handle: FlatParamHandle) -> None:
 
 def copy_waiting_views(handle: FlatParamHandle) -> None:
     """Copy waiting gradients that are views of ``full``, before ``full`` is freed."""
-    for region in handle.layout.trainable:
-        # A custom ``autograd.Function`` may return a saved weight as a gradient.
-        begin = region.full.buffer.data_ptr()
-        end = begin + region.full.buffer.nbytes
-        # Tensor subclasses may have no data pointer; a subclass is never a view of
-        # ``full``.
-        plain = [
-            each for each in region.reduce.waiting if each.__class__ is torch.Tensor
-        ]
-        for place in map(torch.Tensor.data_ptr, plain):
-            if begin <= place < end:
-                region.reduce.waiting = [
-                    None if each is None else each.clone()
-                    for each in region.reduce.waiting
-                ]
-                break
+    # A custom ``autograd.Function`` may return a saved weight as a gradient, also that
+    # of another region.
+    for full in handle.form.fulls:
+        begin = full.data_ptr()
+        end = begin + full.nbytes
+        for region in handle.layout.trainable:
+            waiting = region.reduce.waiting
+            # Tensor subclasses may have no data pointer; a subclass is never a view of
+            # ``full``.
+            plain = [each for each in waiting if each.__class__ is torch.Tensor]
+            for place in map(torch.Tensor.data_ptr, plain):
+                if begin <= place < end:
+                    region.reduce.waiting = [
+                        None if each is None else each.clone() for each in waiting
+                    ]
+                    break
 
 
 def has_arrived(handle: FlatParamHandle) -> bool:

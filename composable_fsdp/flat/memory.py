@@ -142,7 +142,7 @@ class FullMemory(Protocol):
 
 
 class GatherSource(Protocol):
-    """What an all-gather reads in place of shards: ``flat.pieces``, ``flat.wires``."""
+    """What an all-gather reads in place of the shards (``flat.gather_sources``)."""
 
     @property
     def kept(self) -> Sequence[Tensor]:
@@ -155,6 +155,10 @@ class GatherSource(Protocol):
 
     def landing(self, handle: Any, work: Waitable | None) -> Waitable | None:
         """Return what to wait for instead of ``work``, the all-gather."""
+        ...
+
+    def leave(self, handle: Any) -> None:
+        """Give other memory to what an all-gather that has raised may still use."""
         ...
 
     def before_free(self, handle: Any) -> None:

@@ -165,15 +165,8 @@ def leave_full(handle: FlatParamHandle) -> None:
     gathered, fulls = handle.form.gather_lists[0], handle.form.fulls
     for region in handle.layout.regions:
         full = region.full
-        if (wire := full.wire) is not None:
-            # The backend writes into the encoded values alone.
-            if memory.is_allocated(wire.buffer):
-                fresh = memory.leave(wire.buffer, [wire.own])
-                memory.free(fresh)
-                old, wire.buffer = wire.buffer, fresh
-                gathered[:] = [fresh if each is old else each for each in gathered]
-            continue
-        if not full.is_cut or not memory.is_allocated(full.buffer):
+        # With a wire format the backend has written into the encoded values alone.
+        if full.wire or not full.is_cut or not memory.is_allocated(full.buffer):
             continue
         views = [] if full.own_slice is None else [full.own_slice, *full.own_parts]
         fresh = memory.leave(full.buffer, [*views, *map(local_of, full.leaves)])

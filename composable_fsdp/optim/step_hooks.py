@@ -99,7 +99,7 @@ def install_step_hooks() -> None:
     # been sharded.
     if not _applications:
         register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
+        register_optimizer_step_post_hook(after_step)
     _applications += 1
 
 
@@ -156,7 +156,7 @@ def _note_unwritten(optim: Optimizer) -> None:
         ]
 
 
-def _after_step(optim: Optimizer, args: Any, kwargs: Any) -> None:
+def after_step(optim: Optimizer, *_: object) -> None:
     """Count the step for units that are kept unsharded; the global post-hook."""
     # Count after the step: a closure inside ``step`` may run the backward after which
     # units are kept unsharded.

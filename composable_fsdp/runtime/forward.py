@@ -305,8 +305,13 @@ def _end_outermost(context: RuntimeContext, *, awaited: bool) -> None:
 
 def _raised(recomputing: bool) -> bool:
     """Return whether the forward without an output has raised."""
+    error = sys.exc_info()[1]
     # Checkpointing ends a recomputation early by an error of its own.
-    return sys.exc_info()[0] is not None and not recomputing
+    if recomputing or error is None or error.__traceback__ is None:
+        return False
+    # The handler is that of torch's call of the module, and not one of the user inside
+    # of which the module was called.
+    return "_call_impl" in error.__traceback__.tb_frame.f_code.co_name
 
 
 def _after_error(state: _FSDPState) -> None:

@@ -80,7 +80,7 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
             handle.ready = _gather(context, handle, async_op=True)
         except BaseException:
             # After Ctrl-C the backend may have the call, and write on.
-            residency.leave_full(handle)
+            _give_up(handle)
             raise
     else:
         _unshard_on_stream(context, context.streams, handle)
@@ -120,7 +120,11 @@ def _unshard_on_stream(
             context.retiring.remove(handle)
             _free_behind_reader(handle)
         residency.allocate_full(handle)
-        _gather(context, handle, async_op=False)
+        try:
+            _gather(context, handle, async_op=False)
+        except BaseException:
+            residency.free_full(handle)
+            raise
         handle.events.gather.record(streams.gather)
         if (ref := handle.groups.shard_ref) is not None:
             ref.operations.marks[handle.events.gather.event] = ref.operations.number
@@ -164,7 +168,7 @@ def wait_unsharded(handle: FlatParamHandle) -> None:
         try:
             ready.wait()
         except BaseException:
-            residency.leave_full(handle)
+            _give_up(handle)
             raise
         finally:
             handle.ready = None
@@ -179,10 +183,19 @@ def _end_gather(handle: FlatParamHandle, ready: Waitable) -> None:
         ready.wait()
     # Also of Ctrl-C, while the all-gather goes on.
     except BaseException:
-        residency.leave_full(handle)
+        _give_up(handle)
         raise
     finally:
         handle.ready = None
+
+
+def _give_up(handle: FlatParamHandle) -> None:
+    """Leave the full buffers to an all-gather that raised; the unit is sharded."""
+    if handle.form.source is not None:
+        handle.form.source.leave(handle)
+    residency.leave_full(handle)
+    # A call that catches the error and runs the unit again must gather again.
+    residency.free_full(handle)
 
 
 def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -196,11 +209,15 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         residency.use_sharded(handle)
     if handle.residency in NOT_GATHERED or handle.kept:
         return
-    stays = not handle.form.needs_gather
-    if handle.form.handed is not None and handle.form.handed(handle):
-        # The next all-gather writes into the memory behind its readers.
+    given, stays = handle.form.handed, not handle.form.needs_gather
+    if given is not None:
+        if handle.form.source is not None:
+            # Ranks whose user kept a parameter copy no pieces, so that no rank may.
+            handle.form.source.drop()
+        # What was kept may get other memory, and the next all-gather writes into this
+        # memory: behind its readers.
         context.streams.wait_for_caller()
-        stays = True
+        stays = given(handle) or stays
     if stays:
         residency.move(handle, SHARDED)
         return

@@ -99,8 +99,8 @@ def setting_values(
         _names(state.ahead_in_forward, names),
         _names(state.ahead_in_backward, names),
         rule.factor,
-        # Without replicas the setting has no effect.
-        rule.all_reduce or state.handle.groups.replicas == 1,
+        # Without sums over ranks the setting has no effect.
+        rule.all_reduce or state.handle.groups.sum_ref is None,
         rule.fill,
         # Nearly no unit has these: no call for None, in the first step of every unit.
         None if rule.hook is None else _name(rule.hook),

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from composable_fsdp import (
+    Placement,
     fully_shard,
+    get_full_grad,
     is_sharded,
     register_forward_method,
     reshard,
@@ -92,6 +94,31 @@ def test_verbs_refuse_moments_that_would_break_a_step(world: World) -> None:
         model(gpt_input(0, world.rank))
     hook.remove()
     model(gpt_input(0, world.rank))
+
+
+@on_ranks(4)
+def test_a_parameter_that_one_rank_keeps_changes_no_group(world: World) -> None:
+    """Where backward gathers pieces of two ranks, all ranks gather the shards then."""
+    torch.manual_seed(0)
+    plain = tiny_mlp()
+    halves = Placement(("shard",), ("shard:2",), ("shard",), ("shard",))
+    model = apply_units(copy.deepcopy(plain), ["0"], placement=halves)
+    x = torch.ones(2, next(plain.parameters()).shape[1])
+    kept: list[Any] = []
+    for forwards in (1, 2):
+        loss = loss_of(model, x) if forwards == 2 else torch.zeros(())
+        unshard(module_at(model, "0"))
+        if world.rank == 0:
+            kept.append(module_at(model, "0").weight)
+        backward(loss + loss_of(model, x))
+        for _ in range(forwards):
+            backward(loss_of(plain, x))
+        for name, parameter in plain.named_parameters():
+            found = get_full_grad(model, name)
+            assert found is not None
+            assert parameter.grad is not None
+            assert torch.allclose(found, parameter.grad), name
+    del kept
 
 
 # ---- beside FSDP2 -------------------------------------------------------------

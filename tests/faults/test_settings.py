@@ -71,6 +71,10 @@ SETTINGS: dict[str, tuple[Callable[[Blocks], None], str]] = {
         lambda model: set_gradient_divide_factor(model.blocks[1], 3.0),
         "gradient divide factor=3.0 of 'blocks.1'",
     ),
+    "all-reduce": (
+        lambda model: set_requires_all_reduce(model.blocks[1], False),
+        "all-reduce of gradients over replicas=False of 'blocks.1'",
+    ),
     "unused": (
         lambda model: set_reduce_scatter_unused_params(model, True),
         "reduction of unused parameters=True of 'blocks.1'",
@@ -108,6 +112,7 @@ def change_alone(
     [
         ("hook", 4, "FULL_SHARD", 2),
         ("divide factor", 1, "HYBRID_SHARD", 4),
+        ("all-reduce", 4, "ZERO1", 2),  # over the ranks that divide the states
         ("freeze", 4, "FULL_SHARD", 2),
     ],
 )

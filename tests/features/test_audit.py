@@ -10,6 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -34,7 +35,7 @@ from composable_fsdp import (
 from composable_fsdp.access import full_shape
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.features import flat_parameters, map_on_owners
-from composable_fsdp.features.audit import first_step, graphs, rules
+from composable_fsdp.features.audit import first_step, graphs, rules, telling
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import PATHS, apply_units, backward
 from tests.support.sharded import message_of
@@ -339,6 +340,17 @@ every: dict[str, Callable[..., optim.Optimizer]] = {
     "Adam": partial(optim.Adam, amsgrad=True, weight_decay=0.1),
     "AdamW": optim.AdamW,
 }
+
+
+@torch.no_grad()
+def as_reference(model: nn.Module) -> None:
+    """Forwards of a copy that is frozen in part, and of one that is frozen."""
+    frozen = deepcopy(model)
+    weight(frozen).requires_grad_(False)
+    loss_of(frozen)
+    loss_of(deepcopy(model).requires_grad_(False))
+
+
 QUIET: dict[str, Program] = {
     **{f"{n} foreach": partial(train, make=m, foreach=True) for n, m in every.items()},
     "AdamW fused": partial(train, make=optim.AdamW, fused=True),
@@ -359,14 +371,19 @@ QUIET: dict[str, Program] = {
     "functorch": transformed,
     "Lion": by_rule(lion),
     "works_on_shards": by_rule(trust_ratio, ForShards),
+    "a reference that is frozen": as_reference,
 }
 
 
 def said(program: Program, model: nn.Module) -> list[Any]:
-    """The warnings of a program."""
-    with warnings.catch_warnings(record=True) as found:
+    """The warnings of a program, in which the audit itself must not fail."""
+    with (
+        mock.patch.object(telling, "_log") as log,
+        warnings.catch_warnings(record=True) as found,
+    ):
         warnings.simplefilter("always")
         program(model)
+    assert log.mock_calls == []
     return list(found)
 
 

@@ -154,37 +154,44 @@ X = torch.linspace(0.5, 1.0, 8) * torch.tensor([[1.0], [-1.0]])
 
 
 class _ReturnsTheWeight(torch.autograd.Function):
-    """Its gradient is the memory of the weight it saved."""
+    """The gradient of ``weight`` is the memory of the other weight, which it saves."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+        ctx.save_for_backward(other)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        (weight,) = ctx.saved_tensors
-        return gradient, weight.detach()
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        (other,) = ctx.saved_tensors
+        return gradient, other.detach(), None
 
 
 class _Penalty(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(1.0, 2.0, 64))
+        self.frozen = nn.Parameter(torch.linspace(2.0, 3.0, 64), requires_grad=False)
+        self.saved = "weight"
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _ReturnsTheWeight.apply(x, self.weight)  # type: ignore[no-untyped-call]  # untyped in torch
+        other = getattr(self, self.saved)
+        out: Tensor = _ReturnsTheWeight.apply(x, self.weight, other)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
 
+@pytest.mark.parametrize("saved", ["weight", "frozen"])
 @on_ranks(2)
-def test_a_gradient_may_be_the_memory_of_the_weights(world: World) -> None:
-    """It waits until they were freed."""
+def test_a_gradient_may_be_the_memory_of_the_weights(world: World, saved: str) -> None:
+    """It waits until they were freed, also those of another region."""
     penalty = _Penalty()
+    penalty.saved = saved
     model = nn.Sequential(nn.Linear(8, 8), penalty)
     fully_shard(penalty)
     fully_shard(model)
+    backward(model(X).sum())
     with no_sync(model):
         backward(model(X).sum())
     backward(model(X).sum())
-    torch.testing.assert_close(penalty.weight.grad, 2 * penalty.weight.detach())
+    expected = 3 * penalty.get_parameter(saved).detach()
+    torch.testing.assert_close(penalty.weight.grad, expected)

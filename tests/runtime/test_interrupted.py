@@ -139,6 +139,70 @@ def test_memory_that_the_backend_was_given_stays(
     assert gradients(model) == expected
 
 
+class Retried(nn.Module):
+    """Runs its second layer after an error that it catches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            try:
+                out: Tensor = self.second(self.first(x))
+            except ConnectionError:
+                continue
+            return out
+        raise AssertionError
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@on_ranks(2)
+def test_an_all_gather_that_raised_is_sent_again(world: World, ahead: bool) -> None:
+    """Where the forward catches the error, and calls the unit again."""
+    model = Retried()
+    for unit in (model.first, model.second, model):
+        fully_shard(unit, forward_prefetch=ahead)
+    x = torch.ones(2, 4)
+    for _ in range(4):
+        backward(model(x).sum())
+        expected = gradients(model)
+    send, sent = collectives.all_gather_flat, 0
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        if sent == 2:  # of the second layer
+            raise ConnectionError
+        return send(*args, **kwargs)
+
+    with mock.patch.object(collectives, "all_gather_flat", broken):
+        out = model(x)
+    backward(out.sum())
+
+    assert sent > 2
+    assert gradients(model) == expected
+
+
+@on_ranks(2)
+def test_a_forward_that_returns_nothing_inside_a_handler(world: World) -> None:
+    """The error that a program handles is not one of the forward."""
+
+    class Filling(Layer):
+        def forward(self, x: Tensor, out: dict[str, Tensor]) -> None:  # type: ignore[override]
+            out["y"] = super().forward(x)
+
+    model = fully_shard(Filling())
+    for _ in range(2):
+        out: dict[str, Tensor] = {}
+        try:
+            raise MemoryError
+        except MemoryError:
+            model(torch.ones(2, 4), out)
+        backward(out["y"].sum())
+    assert any(gradients(model))
+
+
 @pytest.mark.parametrize("low", [None, LOW])
 @on_ranks(1)
 def test_no_input_outlives_the_graph(world: World, low: MixedPrecision | None) -> None:

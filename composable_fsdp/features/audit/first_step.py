@@ -100,14 +100,15 @@ def begin_audit(context: RuntimeContext) -> None:
     action = _wanted.get(root, "warn") if root is not None else "off"
     trained = [each for each in context.handles if each.layout.trainable]
     cut = [each for each in trained if cut_leaf(each.layout.trainable[0].leaves[0])]
-    if action == "off" or not cut:
-        return
     leaves = {
         leaf: quoted(slot_path(handle, slot))
         for handle in cut
         for region in handle.layout.trainable
         for leaf, slot in zip(region.leaves, region.layout.parameters, strict=True)
+        if leaf.requires_grad  # frozen since, before the first forward
     }
+    if action == "off" or not leaves:
+        return
     nodes = watch_graphs([*leaves], [*leaves.values()], is_error=action == "error")
     # Kept: a parameter holds its node only weakly.
     _nodes[context] = nodes
