@@ -43,6 +43,7 @@ class EncodedShards:
     """The source of all-gathers of a unit with wire formats: a ``GatherSource``."""
 
     __slots__ = ()
+    at_rest = False
     kept: tuple[Tensor, ...] = ()
 
     def fill(
@@ -164,12 +165,12 @@ class Pieces:
     """The pieces of a form, of each region with elements: a ``GatherSource``."""
 
     __slots__ = (
-        *("_at_rest", "_filled_at", "_fills", "_gathered_at", "_inputs"),
+        *("at_rest", "_filled_at", "_fills", "_gathered_at", "_inputs"),
         *("_starts", "kept"),
     )
 
     def __init__(self, plan: UnitPlan, regions: Sequence[FlatParameter]) -> None:
-        self._at_rest = plan.has_rest
+        self.at_rest = plan.has_rest
         """Whether the pieces stay from step to step, and not only until backward."""
         self.kept: list[Tensor] = []
         """The buffers of the pieces; without memory at first."""
@@ -198,7 +199,7 @@ class Pieces:
                 with memory.outside_inference():
                     self._inputs[-1] = buffer[own * numel : (own + 1) * numel]
             memory.free(buffer)
-        self._fills = fills_of(regions, self._inputs if self._at_rest else None)
+        self._fills = fills_of(regions, self._inputs if self.at_rest else None)
 
     def fill(
         self, context: Any, handle: FlatParamHandle
@@ -212,14 +213,14 @@ class Pieces:
         # weights, swapped in through ``.data``): it gathers, and leaves the pieces
         # unused.
         trains = torch.is_grad_enabled() and context.outermost is not None
-        usable = bool(context.tasks) or (self._at_rest and trains)
+        usable = bool(context.tasks) or (self.at_rest and trains)
         if not usable or self._filled_at != now:
-            if self._at_rest:
+            if self.at_rest:
                 for buffer in self.kept:
                     memory.allocate(buffer)
             for own, shard in self._fills:
                 copy_async(own, shard)
-            if not self._at_rest:
+            if not self.at_rest:
                 return handle.form.gather_lists[1], handle.groups.shard_ref
             self._gather(handle)
             self._filled_at = now if trains else ()
@@ -259,7 +260,7 @@ class Pieces:
 
     def before_free(self, handle: FlatParamHandle) -> None:
         """Copy the pieces from the full buffers if backward awaits them, or free."""
-        if self._at_rest:
+        if self.at_rest:
             return
         if handle.phase is not BACKWARD_PRE or not self._gathered_at:
             self.drop()

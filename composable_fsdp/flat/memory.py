@@ -145,6 +145,11 @@ class GatherSource(Protocol):
     """What an all-gather reads in place of the shards (``flat.gather_sources``)."""
 
     @property
+    def at_rest(self) -> bool:
+        """Whether ``kept`` has values from step to step."""
+        ...
+
+    @property
     def kept(self) -> Sequence[Tensor]:
         """Buffers that may have memory while the full buffers have none."""
         ...

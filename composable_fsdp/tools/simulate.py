@@ -87,12 +87,9 @@ class _Step(NamedTuple):
 
     def _mark_unit(self, log: MemoryLog, state: _FSDPState) -> Iterator[int]:
         """Do so for a unit; yield the ids of leaves in host memory."""
-        handle = state.handle
-        if (source := handle.form.source) is not None:
-            log.mark(
-                source.kept, "parameters" if handle.layout.plan.has_rest else "full"
-            )
-        for region in handle.layout.regions:
+        if (source := state.handle.form.source) is not None:
+            log.mark(source.kept, "parameters" if source.at_rest else "full")
+        for region in state.handle.layout.regions:
             # On CPU the host's memory is the device's.
             on_host = self.streams and region.offload
             kinds = ("host", "host") if on_host else ("parameters", "gradients")
