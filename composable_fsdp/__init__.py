@@ -1,14 +1,16 @@
 """Fully sharded data parallel training as a composable API over flat buffers.
 
 A name is resolved when it is first used, so that a program loads what it uses. What
-every program gets, whatever it uses, stands in ``features.defaults``.
+every program gets stands in ``features.defaults``, for which ``--help`` does not wait.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from composable_fsdp.features import defaults as _defaults  # noqa: F401  # registers
-from composable_fsdp.lazy import resolver as _resolver
+from composable_fsdp import lazy as _lazy
+
+if not _lazy.is_command_line():
+    from composable_fsdp.features import defaults as _defaults  # noqa: F401
 
 if TYPE_CHECKING:
     from composable_fsdp import access as access
@@ -91,7 +93,7 @@ if TYPE_CHECKING:
     from composable_fsdp.tools.sharding_plan import ShardingPlan, forecast
     from composable_fsdp.tools.simulate import simulate
 
-_resolve, _ = _resolver(
+_resolve, _ = _lazy.resolver(
     {
         "access.grads": "clip_grad_norm_ no_sync",
         "access.manual": "is_sharded register_forward_method reshard unshard",

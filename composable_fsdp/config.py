@@ -20,8 +20,6 @@ Report = Literal["warn", "error", "off"]
 """What a check does with what it finds."""
 TiedParams = Literal["error", "promote"]
 """What becomes of a parameter that several units share."""
-DeviceType = Literal["cpu", "cuda"]
-"""The device whose order of allocations a forecast follows."""
 
 
 class ShardingStrategy(Enum):
@@ -68,10 +66,6 @@ HYBRID = (
     ShardingStrategy.HFSDP,
 )
 """Strategies that require a grid of ranks (replicate, shard)."""
-FULL_SHARD = ShardingStrategy.FULL_SHARD
-"""The default."""
-NO_SHARD = ShardingStrategy.NO_SHARD
-"""The strategy of ``replicate``."""
 
 
 @dataclass(frozen=True)

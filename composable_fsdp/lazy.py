@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+
+def is_command_line() -> bool:
+    """Return whether this process is the command line of the package."""
+    # Processes that the command line starts have its ``argv``, and no ``orig_argv``.
+    given, module = sys.orig_argv, " ".join(sys.orig_argv).partition(" -m ")[2]
+    # While ``python -m`` imports a package, "-m" stands for the name of the program.
+    is_module = sys.argv[:1] == ["-m"] and module.split(" ")[0] == "composable_fsdp"
+    return is_module or Path(*given[1:2]).name == "composable-fsdp"
 
 
 def resolver(homes: Mapping[str, str]) -> tuple[Callable[[str], object], list[str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -79,20 +80,6 @@ def strip_wrapper_in_text(text: str) -> str:
     return re.sub(rf"(?<!\w)(?:{'|'.join(TRANSPARENT)})\.", "", text)
 
 
-def printable(text: str) -> str:
-    r"""Return ``text`` with characters that a terminal would obey written as escapes.
-
-    >>> print(printable("a\x1b[2Jb"))
-    a\x1b[2Jb
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode()
-        for each in text
-    )
-
-
 def quoted(name: str) -> str:
     """Return ``name`` quoted for a message; ``ROOT_NAME`` for the root."""
     return repr(name) if name else ROOT_NAME
@@ -147,6 +134,12 @@ def listed(items: Iterable[object], separator: str = ", ") -> str:
     rest = len(texts) - LISTED
     more = f" and {rest} more" if rest > 0 else ""
     return separator.join(texts[:LISTED]) + more
+
+
+def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
+    """Return what is closest to ``word`` as a question; empty if nothing is close."""
+    near = get_close_matches(word, list(known), n=most)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def size_text(nbytes: int) -> str:

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp.access.single import closest_names
 from composable_fsdp.access.tensors import Entry, beside, entries_of
 from composable_fsdp.access.unshard_params import _route, units_with_parts
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.naming import quoted
+from composable_fsdp.naming import did_you_mean, listed, quoted
 from composable_fsdp.planning.boxes import interval_boxes, moved
 from composable_fsdp.tree.state import _FSDPState
 
@@ -83,8 +82,8 @@ def transfer_plan(source: Boxes, target: Boxes) -> list[Transfer]:
     for name, wanted in target.items():
         if name not in source:
             raise CompositionError(
-                f"transfer_plan: the source has no tensor {quoted(name)}. "
-                f"{closest_names(name, source)}"
+                f"transfer_plan: the source has no tensor {quoted(name)}"
+                f"{did_you_mean(name, source, most=3)}. It has {listed(source)}."
             )
         for rank, offsets, sizes in wanted:
             left = prod(sizes)

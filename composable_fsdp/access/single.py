@@ -7,9 +7,6 @@ model's names; a tied parameter has a name per place.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +17,13 @@ from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
 from composable_fsdp.flat.param_form import mesh_groups
 from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
-from composable_fsdp.naming import join_name, quoted, strip_wrapper
+from composable_fsdp.naming import (
+    did_you_mean,
+    join_name,
+    listed,
+    quoted,
+    strip_wrapper,
+)
 from composable_fsdp.planning import walk
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
 from composable_fsdp.tree.root import compare_models, meet_over
@@ -158,8 +161,8 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Para
         known |= {strip_wrapper(other): parameter for other, parameter in others}
     if name not in known:
         raise CompositionError(
-            f"{what}: {type(module).__name__} has no parameter {fqn!r}. "
-            f"{closest_names(name, known)}"
+            f"{what}: {type(module).__name__} has no parameter {fqn!r}"
+            f"{did_you_mean(name, known, most=3)}. It has {listed(known)}."
         )
     parameter = known[name]
     place = _place_of(module, parameter)
@@ -184,15 +187,6 @@ def _place_of(
     # A unit above may hold it.
     ref = find_param(parameter)
     return None if ref is None else (unit_of(ref), ref.slot.index)
-
-
-def closest_names(name: str, known: Iterable[str]) -> str:
-    """Return a sentence with the names most similar to ``name``, or the first names."""
-    known = list(dict.fromkeys(known))
-    near = difflib.get_close_matches(name, known, n=3)
-    if near:
-        return f"Close to it are {', '.join(map(repr, near))}."
-    return f"It has {len(known)}; the first are {known[:3]}."
 
 
 def _checked(

@@ -14,10 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_fsdp.access.single import closest_names
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.param_ref import ParamRef, param_refs
-from composable_fsdp.naming import join_name, quoted, strip_wrapper
+from composable_fsdp.naming import (
+    did_you_mean,
+    join_name,
+    listed,
+    quoted,
+    strip_wrapper,
+)
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import local_of, whole_of
 from composable_fsdp.runtime.precision import own_buffers
@@ -137,7 +142,8 @@ def entries_of(
         if name not in every:
             raise CompositionError(
                 f"{type(model).__name__} has no parameter and no persistent buffer "
-                f"{quoted(name)}. {closest_names(name, every)}"
+                f"{quoted(name)}{did_you_mean(name, every, most=3)}. It has "
+                f"{listed(every)}."
             )
     units: dict[int, dict[int, Entry]] = {id(state.handle): {} for state in states}
     for name, (_, ref, source, own) in every.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -16,7 +15,6 @@ from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.contract import contract_after
 from composable_fsdp.config import (
-    FULL_SHARD,
     Arena,
     BackwardPrefetch,
     Block,
@@ -30,7 +28,7 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.entries.apply import Application, apply, prepare
 from composable_fsdp.errors import CompositionError, PlanError
-from composable_fsdp.naming import quoted
+from composable_fsdp.naming import did_you_mean, quoted
 from composable_fsdp.planning.options import PER_MODULE, UnitOptions, in_force
 from composable_fsdp.tree.state import _FSDPState
 
@@ -76,18 +74,12 @@ def unknown_text(
     if hints:
         parts.append(origin.format(", ".join(hints)))
     if rest:
-        near = ", ".join(_with_nearest(name, own) for name in rest)
+        near = ", ".join(name + did_you_mean(name, own) for name in rest)
         parts.append(f"unknown: {near}")
     return (
         f"{api} got unexpected keyword arguments; {'; '.join(parts)}. It takes "
         f"{', '.join(own)}."
     )
-
-
-def _with_nearest(name: str, own: Collection[str]) -> str:
-    """Return an unknown name with the name that was meant, perhaps."""
-    near = difflib.get_close_matches(name, own, n=1)
-    return f"{name} (did you mean {near[0]}?)" if near else name
 
 
 def _is_done(module: object, given: Mapping[str, Any]) -> bool:
@@ -173,7 +165,7 @@ def fully_shard(
     device_mesh: DeviceMesh | None = None,
     expert_mesh: DeviceMesh | None = None,
     policy: AnyPolicy | None = None,
-    strategy: ShardingStrategy = FULL_SHARD,
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
     placement: Placement | None = None,
     mixed_precision: MixedPrecision | None = None,
     cpu_offload: CPUOffload | None = None,

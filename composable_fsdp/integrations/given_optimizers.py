@@ -1,9 +1,7 @@
-"""What the integrations share: given optimizers, full states, and states on disk."""
+"""What the integrations share: given optimizers, and full states."""
 
 from __future__ import annotations
 
-import os
-import re
 from typing import Any
 
 import torch
@@ -12,7 +10,6 @@ from torch import Tensor, nn
 from composable_fsdp.config import FullStateDictConfig, StateDictType
 from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.state_dict.settings import state_dict_type
-from composable_fsdp.storage.commit import folders_in
 
 
 def shard_state(optimizer: torch.optim.Optimizer) -> None:
@@ -38,13 +35,3 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with state_dict_type(module, StateDictType.FULL_STATE_DICT, config):
         return module.state_dict()
-
-
-def next_state(folder: str | os.PathLike[str]) -> str:
-    """Return the path of the next state in ``folder``, as ``state-3``."""
-    # Committed ones alone: another rank may be in the save already.
-    found = folders_in(os.fspath(folder)) if os.path.isdir(folder) else ()
-    names = [os.path.basename(each.path) for each in found if each.is_committed]
-    states = [re.fullmatch(r"state-(\d+)", name) for name in names]
-    number = max((int(each[1]) for each in states if each), default=0) + 1
-    return os.path.join(folder, f"state-{number}")

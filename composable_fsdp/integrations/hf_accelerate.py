@@ -19,11 +19,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.config import MixedPrecision
-from composable_fsdp.integrations.given_optimizers import (
-    full_state_dict,
-    next_state,
-    shard_state,
-)
+from composable_fsdp.integrations.given_optimizers import full_state_dict, shard_state
 from composable_fsdp.integrations.hf_config import HFSharding, from_hf_config
 from composable_fsdp.storage.contents import units_in
 from composable_fsdp.storage.load import LoadOptions, load
@@ -175,8 +171,8 @@ class ShardedAccelerator(Accelerator):
             folder = super().save_state(output_dir, *args, **kwargs)
         # After accelerate has made the folder.
         for name, model, optims in sharded:
-            state = next_state(os.path.join(folder, name))
-            save(state, model, optims, options=SaveOptions(keep=1))
+            state = os.path.join(folder, name)
+            save(state, model, optims, options=SaveOptions(overwrite=True))
         return folder
 
     def load_state(

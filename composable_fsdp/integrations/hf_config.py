@@ -8,7 +8,6 @@ every name.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,15 +29,15 @@ from composable_fsdp.doors.fsdp2_policies import cpu_offload_of, mixed_precision
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.features.checkpoint import checkpoint
 from composable_fsdp.integrations.hf_adapters import has_adapters
+from composable_fsdp.naming import did_you_mean
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.policies import SizePolicy, evaluate_policy
 from composable_fsdp.state_dict.settings import set_state_dict_type
 from composable_fsdp.tools.model_units import NoSplitPolicy
+from composable_fsdp.tools.texts import SHORT_DTYPES
 
 M = TypeVar("M", bound=nn.Module)
 E = TypeVar("E", bound=Enum)
-
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -143,8 +142,7 @@ def from_hf_config(config: Mapping[str, Any]) -> HFSharding:
     unknown = [name for name in given if name not in _READERS]
     if unknown:
         # All unknown names at once, so that a user corrects the file once.
-        near = {n: difflib.get_close_matches(n, _READERS, n=1) for n in unknown}
-        told = [f"{n} (did you mean {m[0]}?)" if m else n for n, m in near.items()]
+        told = [name + did_you_mean(name, _READERS) for name in unknown]
         raise ValueError(
             f"from_hf_config got unknown settings: {', '.join(told)}. It takes, with "
             f"the prefix fsdp_ or without, {', '.join([*_READERS, *_SAME])}."
@@ -282,9 +280,9 @@ def _precision(name: str, value: object) -> dict[str, Any]:
 def _dtype(name: str, value: object) -> Any:
     # ``str(torch.bfloat16)`` has the module's name in front.
     text = str(value).removeprefix("torch.").lower()
-    found = getattr(torch, _DTYPES.get(text, text), None)
+    found = getattr(torch, SHORT_DTYPES.get(text, text), None)
     if value is not None and not isinstance(found, torch.dtype):
-        raise _refused(name, value, f"a dtype such as {', '.join(_DTYPES)}")
+        raise _refused(name, value, f"a dtype such as {', '.join(SHORT_DTYPES)}")
     return found
 
 

@@ -18,7 +18,6 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from composable_fsdp.access.manual import full_shape
-from composable_fsdp.integrations.given_optimizers import next_state
 from composable_fsdp.integrations.hf_accelerate import (
     SHARDED_STATE,
     ShardedAccelerator,
@@ -171,7 +170,7 @@ class ShardedTrainer(Trainer):
         folder = os.path.join(output_dir, SHARDED_STATE)
         # accelerate's wrapper steps only when gradients are complete.
         optim = getattr(self.optimizer, "optimizer", self.optimizer)
-        save(next_state(folder), self.model, optim, options=SaveOptions(keep=1))
+        save(folder, self.model, optim, options=SaveOptions(overwrite=True))
         if self.args.should_save:
             path = os.path.join(output_dir, _SCHEDULER)
             torch.save(self.lr_scheduler.state_dict(), path)

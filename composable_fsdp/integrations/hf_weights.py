@@ -34,8 +34,8 @@ from composable_fsdp.storage.formats.files import INDEX
 from composable_fsdp.storage.load import LoadOptions, load
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.team import FirstError, team_of
+from composable_fsdp.tools.texts import byte_size
 
-_SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _MAX_SHARD = 50 * 10**9
 """The default of transformers 5, in bytes."""
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -74,7 +74,9 @@ def save_pretrained(
 
         save_pretrained(model, "tiny-llama")
     """
-    size = _bytes_of(max_shard_size)
+    # "0B" raises for a number below 1.
+    given = max_shard_size if isinstance(max_shard_size, str) else f"{max_shard_size}B"
+    size = byte_size(given, "max_shard_size: ")
     # PEFT's own files hold the adapter and a reference to the base model.
     adapter = has_adapters(model) and not merged
     if merged:
@@ -248,17 +250,3 @@ def _fill_buffers(model: nn.Module) -> None:
 def _base_of(model: Any) -> Any:
     """Return the model of transformers in a ``PeftModel``, or ``model``."""
     return model.get_base_model() if has_adapters(model) else model
-
-
-def _bytes_of(size: int | str) -> int:
-    """Return a size in bytes, which may be written as ``"5GB"``."""
-    if isinstance(size, int) and size > 0:
-        return size
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]B)\s*", str(size).upper())
-    number = float(found[1]) * _SIZES[found[2]] if found else 0
-    if number < 1:
-        raise ValueError(
-            f"max_shard_size expects a number of bytes or text such as '5GB' "
-            f"({', '.join(_SIZES)}), got {size!r}."
-        )
-    return int(number)

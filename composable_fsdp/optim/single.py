@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composable_fsdp.access.gather import gather_slot
-from composable_fsdp.access.single import closest_names, find_parameter, unit_of
+from composable_fsdp.access.single import find_parameter, unit_of
 from composable_fsdp.errors import CheckpointError, CompositionError
 from composable_fsdp.flat.param_ref import ParamRef
-from composable_fsdp.naming import quoted, takes_optimizer
+from composable_fsdp.naming import did_you_mean, listed, quoted, takes_optimizer
 from composable_fsdp.optim.flat_state import originals
 from composable_fsdp.optim.names import Named, meet_for_state, require_pair
 from composable_fsdp.optim.original_view import OverOriginals, over_originals
@@ -79,7 +79,7 @@ def set_full_optim_state(
         if known and key not in known:
             raise CheckpointError(
                 f"set_full_optim_state: {type(optim).__name__} keeps no {key!r} for "
-                f"{quoted(fqn)}. {closest_names(key, known)}"
+                f"{quoted(fqn)}{did_you_mean(key, known)}. It keeps {listed(known)}."
             )
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
         if shape not in ((), named.shape):

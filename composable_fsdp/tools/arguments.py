@@ -1,7 +1,8 @@
-"""The arguments of all commands, as one table of text, and what reads their values.
+"""The commands, as ``--help`` shows them, and what reads the values of arguments.
 
-A line of the table names an option, the kind of its value (a flag without one) and its
-default; the help is below. A title in brackets begins a group.
+Nothing here imports torch, so help and wrong usage are told at once. The arguments of a
+command are a table of text: a line names an option, the kind of its value (a flag
+without one) and its default; the help is below. A title in brackets begins a group.
 """
 
 from __future__ import annotations
@@ -10,60 +11,31 @@ import argparse
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-
-from composable_fsdp.config import BackwardPrefetch, Block, RowBlock, ShardingStrategy
-from composable_fsdp.features.wires.formats import Float8Wire, Int8Wire
-from composable_fsdp.storage.opening import FORMATS
 from composable_fsdp.tools.machine import MACHINES
-from composable_fsdp.tools.memory import OPTIMIZERS
+from composable_fsdp.tools.texts import SHORT_DTYPES, byte_size
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
-_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-WIRES = {
-    "int8": Int8Wire(),
-    "float8": Float8Wire(),
-    "float8-tensor": Float8Wire("tensor"),
-}
-PREFETCH = {
-    "pre": BackwardPrefetch.BACKWARD_PRE,
-    "post": BackwardPrefetch.BACKWARD_POST,
-    "none": None,
-}
-_BLOCKS = {block.name.lower(): block for block in Block}
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+WIRES = ("int8", "float8", "float8-tensor")
+PREFETCH = ("pre", "post", "none")
+FORMATS = ("native", "dcp", "safetensors", "torch")
+STRATEGIES = (
+    *("full-shard", "shard-grad-op", "no-shard", "hybrid-shard"),
+    *("hybrid-shard-zero2", "zero1", "zero2", "hfsdp"),
+)
+OPTIMIZERS = (
+    *("adamw", "adamw-fused", "adam", "adam-fused"),
+    *("sgd", "sgd-momentum", "none"),
+)
 
 
-def byte_size(text: str) -> int:
-    """Return a size such as "5GB" (powers of 1000) or "80GiB" (of 1024) in bytes.
-
-    >>> byte_size("5GB"), byte_size("80 GiB"), byte_size("1.5k")
-    (5000000000, 85899345920, 1500)
-    """
-    text = text.strip()
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?))?(B?)", text, re.IGNORECASE)
-    # "80" means 80 GiB to one reader and 80 bytes to another.
-    if match and not match[2] and not match[4]:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has no unit; write {text}GiB, or {text}B for bytes"
-        )
-    number = 0
-    if match:
-        base = 1024 if match[3] else 1000
-        # The position in the string is the power; a space stands for no unit.
-        number = int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
-    if number < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; expected a number with KB, MB, GB or TB, or KiB, "
-            "MiB, GiB or TiB, as 5GB or 80GiB"
-        )
-    return number
+def _size(text: str) -> int:
+    """Return a size in bytes, as ``byte_size``."""
+    try:
+        return byte_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _number(text: str, *, whole: bool = False) -> float:
@@ -102,41 +74,35 @@ def _words(text: str) -> list[str]:
 def _dtype(text: str) -> str:
     """Return the name in ``DTYPES`` that ``text`` means, as "bf16"."""
     name = text.lower().removeprefix("torch.")
-    return _SHORT.get(name, name)
+    return SHORT_DTYPES.get(name, name)
 
 
-def _word(text: str) -> str:
+def word_of(text: str) -> str:
     """Return how the command line writes a name of an enum; reports print the enum."""
     return text.lower().strip("_").replace("_", "-")
 
 
-def _block(text: str) -> Block | RowBlock:
-    """Return the block that ``--block`` names. Raises: ArgumentTypeError."""
-    name, _, number = text.lower().partition(":")
-    if name in _BLOCKS and not number:
-        return _BLOCKS[name]
-    if name != "rows" or not number.isdecimal() or int(number) < 1:
+def _block(text: str) -> str:
+    """Return what ``--block`` names, in small letters. Raises: ArgumentTypeError."""
+    if not re.fullmatch(r"row|element|tensor|rows:0*[1-9]\d*", text.lower()):
         raise argparse.ArgumentTypeError(
-            f"expects {', '.join(_BLOCKS)} or rows:N such as rows:64, got {text!r}"
+            f"expects row, element, tensor or rows:N such as rows:64, got {text!r}"
         )
-    return Block.rows(int(number))
+    return text.lower()
 
-
-STRATEGIES = {_word(strategy.name): strategy for strategy in ShardingStrategy}
 
 _KINDS: dict[str, dict[str, Any]] = {
     "": {"action": "store_true"},
     "N": {"type": _count},
-    "N,N": {"type": lambda text: tuple(map(_count, _words(text)))},
     "X": {"type": _number},
-    "SIZE": {"type": byte_size},
+    "SIZE": {"type": _size},
     "BxT": {"type": _shape},
     "NAMES": {"type": _words},
     "FILE": {"type": Path},
     "DST": {"type": Path},
     "MODELS": {"nargs": "*", "metavar": "MODEL"},
-    "BLOCK": {"type": _block, "metavar": "|".join([*_BLOCKS, "rows:N"])},
-    "strategy": {"type": _word, "choices": STRATEGIES},
+    "BLOCK": {"type": _block, "metavar": "row|element|tensor|rows:N"},
+    "strategy": {"type": word_of, "choices": STRATEGIES},
     "dtype": {"type": _dtype, "choices": DTYPES},
     "prefetch": {"choices": PREFETCH},
     "wire": {"choices": WIRES},
@@ -146,7 +112,6 @@ _KINDS: dict[str, dict[str, Any]] = {
     "format": {"choices": FORMATS, "required": True},
 }
 """Words for argparse by the kind of a value; kinds in capitals name it in the help."""
-
 _MODEL = """\
 --world-size N=8
     ranks (GPUs) in all (default: 8)
@@ -199,8 +164,55 @@ source SRC
     largest safetensors file, as 5GB or 500MB (default: 5GB)
 """
 
-ARGUMENTS = {
-    "plan": f"""\
+
+_FORMATS_HELP = """\
+formats, told apart by what lies at the path:
+  native       a directory that composable_fsdp.save wrote
+  dcp          a directory of torch.distributed.checkpoint
+  safetensors  a file, or a directory with Hugging Face's names; weights only
+  torch        a file that torch.save wrote: a state dict, or {"model": ..}
+
+exit status: 0 good, 1 bad checkpoint or nothing written, 2 wrong usage
+"""
+
+_MODEL_HELP = """\
+MODEL is one of:
+  train:build_model     a function without arguments (or a class, or a module) of a
+                        module; it is called with torch.device("meta"), so no weight
+                        takes memory. It may return (model, inputs of its forward),
+                        or (model, inputs, function from the output to the loss)
+  train.py:build_model  the same, in a file
+  config.json           a configuration of transformers, or its directory
+"""
+
+
+class Help(NamedTuple):
+    """A command in the help: what it does, examples and more, and its arguments."""
+
+    about: str
+    end: str
+    arguments: str = ""
+
+
+COMMANDS = {
+    "plan": Help(
+        "tell whether a model fits on your GPUs",
+        f"""\
+examples:
+  python -m composable_fsdp plan train:build_model --world-size 64 --gpu-memory 80GiB
+  python -m composable_fsdp plan --hf config.json --world-size 64 --batch 1x4096 \\
+      --param-dtype bfloat16 --checkpointing --gpu-memory 80GiB
+
+Without --batch the activations are not counted, and "fits" does not include them.
+With --tensor-parallel-size the argument of the function is the mesh of the job,
+("dp", "tp") or ("replicate", "shard", "tp"), and it calls
+parallelize_module(model, mesh["tp"], {{...}}).
+
+{_MODEL_HELP}
+exit status: 0 fits, or --gpu-memory is not given; 1 does not fit; 2 no plan could be
+made, such as a wrong path or option
+""",
+        f"""\
 models MODELS
     see below
 --hf PATH
@@ -208,8 +220,6 @@ models MODELS
 --tensor-parallel-size N
     ranks over which MODEL cuts matrices; its function gets the mesh ('dp', 'tp')
     (default: no tensor parallelism)
---world-sizes N,N
-    print a row for each of these world sizes, too
 --plot FILE
     draw the memory over one step, as plan.png, .svg or .pdf
 --time machine
@@ -224,7 +234,23 @@ models MODELS
 --checkpointing
     activation checkpointing of each unit; needs --batch
 """,
-    "simulate": f"""\
+    ),
+    "simulate": Help(
+        "show memory, collectives and times of a training step, without GPUs",
+        f"""\
+examples:
+  python -m composable_fsdp simulate train:build_model --batch 4x2048 --world-size 64
+  python -m composable_fsdp simulate config.json --batch 1x4096 --trace step.json
+
+The step runs on tensors that have shapes and no values. https://ui.perfetto.dev opens
+the file of --trace: a row of compute, a row of communication, and live bytes by kind.
+Times are those of an assumed machine; composable_fsdp.simulate takes another.
+
+{_MODEL_HELP}
+exit status: 0 simulated; 1 the step needs more than --gpu-memory; 2 no step could be
+simulated, such as a wrong path or option
+""",
+        f"""\
 model MODEL
     see below
 --trace FILE
@@ -234,15 +260,45 @@ model MODEL
 --max-norm X
     clip gradients to this norm
 """,
-    "inspect": """\
+    ),
+    "inspect": Help(
+        "show what is in a checkpoint, and which rank wrote it",
+        f"""\
+examples:
+  python -m composable_fsdp inspect runs/step_100
+  python -m composable_fsdp inspect runs/step_100 --json
+
+In a program, composable_fsdp.describe(model) shows the same of a sharded model.
+
+{_FORMATS_HELP}""",
+        """\
 path PATH
     the checkpoint; a path or URL
 """,
-    "verify": f"""\
+    ),
+    "verify": Help(
+        "read all of a checkpoint, check it",
+        f"""\
+examples:
+  python -m composable_fsdp verify runs/step_100
+  python -m composable_fsdp verify model.pt --weights-only
+
+{_FORMATS_HELP}""",
+        f"""\
 path PATH
     the checkpoint; a path or URL
 {_WEIGHTS_ONLY}""",
-    "diff": f"""\
+    ),
+    "diff": Help(
+        "compare two checkpoints: names, shapes, dtypes and values",
+        """\
+examples:
+  python -m composable_fsdp diff runs/step_100 runs/step_200
+  python -m composable_fsdp diff before after --tolerance 1e-6 --json
+
+exit status: 0 equal, 1 different, 2 wrong usage, or a checkpoint cannot be read
+""",
+        f"""\
 first A
     a checkpoint; a path or URL
 second B
@@ -250,21 +306,47 @@ second B
 {_WEIGHTS_ONLY}--tolerance X=0
     values that differ by X or less count as equal (default: 0)
 """,
-    "convert": f"""\
+    ),
+    "convert": Help(
+        "write a checkpoint in another format",
+        f"""\
+examples:
+  python -m composable_fsdp convert step_100 step_100.pt --to torch
+  python -m composable_fsdp convert old.pt weights --to dcp --weights-only
+
+{_FORMATS_HELP}""",
+        f"""\
 {_SOURCE}destination DST
     what to make
 --to format
     format of DST
 {_WEIGHTS_ONLY}""",
-    "export": f"""\
+    ),
+    "export": Help(
+        "write the weights as safetensors, for inference",
+        f"""\
+examples:
+  python -m composable_fsdp export runs/step_100 my-model --dtype bfloat16
+  python -m composable_fsdp export runs/step_100 my-model.safetensors
+
+{_FORMATS_HELP}""",
+        f"""\
 {_SOURCE}destination DST
     directory to make, or one file if it ends in .safetensors
 --dtype dtype
     dtype of the floating-point weights (default: as in SRC)
 """,
-    "env": "",
+    ),
+    "env": Help(
+        "print versions, GPUs and settings, for a report of a bug",
+        """\
+examples:
+  python -m composable_fsdp env
+  torchrun --nproc-per-node 2 -m composable_fsdp env
+""",
+    ),
 }
-"""The arguments of each command."""
+"""Commands by name, in the order of the help."""
 
 _JSON = """\
 --json
@@ -272,10 +354,10 @@ _JSON = """\
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    """Give ``parser`` the arguments of ``command``."""
+def add_arguments(parser: argparse.ArgumentParser, arguments: str) -> None:
+    """Give ``parser`` the arguments of a command."""
     group: Any = parser
-    rows = re.split(r"\n(?! )", _JSON + ARGUMENTS[command].rstrip())
+    rows = re.split(r"\n(?! )", _JSON + arguments.rstrip())
     for head, *about in (row.split("\n    ") for row in rows if row):
         if head.startswith("["):
             group = parser.add_argument_group(head[1:-1])

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from composable_fsdp.naming import LISTED, listed, printable
+from composable_fsdp.naming import LISTED, listed
 from composable_fsdp.storage.convert import open_whole
 from composable_fsdp.storage.manifest import dtype_name
 from composable_fsdp.storage.source import Read, Source, TensorInfo
 from composable_fsdp.tools.command import BAD, USAGE, Command, Progress, Report
-from composable_fsdp.tools.texts import counted
+from composable_fsdp.tools.texts import counted, printable
 
 
 class _Saved(NamedTuple):
@@ -254,15 +254,7 @@ def _words(difference: dict[str, Any]) -> str:
     return "; ".join(words)
 
 
-COMMAND = Command(
-    "compare two checkpoints: names, shapes, dtypes and values",
-    """\
-examples:
-  python -m composable_fsdp diff runs/step_100 runs/step_200
-  python -m composable_fsdp diff before after --tolerance 1e-6 --json
-
-exit status: 0 equal, 1 different, 2 wrong usage, or a checkpoint cannot be read
-""",
+DIFF = Command(
     _run,
     _show,
     lambda found: 0 if found["equal"] else BAD,

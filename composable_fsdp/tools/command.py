@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform
 import re
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +16,7 @@ import torch.distributed as dist
 
 from composable_fsdp.errors import FSDPError
 from composable_fsdp.features.versions import untested
+from composable_fsdp.tools.texts import installed, version
 
 BAD = 1
 """Exit status: a bad checkpoint, nothing written, or a model that does not fit."""
@@ -29,37 +28,14 @@ Report = dict[str, Any]
 
 
 class Command(NamedTuple):
-    """A command: its help, how it runs, prints its report, and ends."""
+    """How a command runs, prints its report, and ends."""
 
-    about: str
-    epilog: str
     run: Callable[[argparse.Namespace], Report]
     show: Callable[[Report], None]
     status: Callable[[Report], int] = lambda found: 0
     # The exit status if ``run`` raises one of ``errors``, which bad input causes.
     bad: int = BAD
     errors: tuple[type[Exception], ...] = (FSDPError, OSError)
-
-
-def examples(*lines: str, more: str = "") -> str:
-    """Return the end of a command's help: examples, and ``more``."""
-    shown = "".join(f"  python -m composable_fsdp {line}\n" for line in lines)
-    return f"examples:\n{shown}\n{more}".rstrip("\n") + "\n"
-
-
-def error_text(error: Exception) -> str:
-    """Return the text of an error for people.
-
-    >>> error_text(FileNotFoundError(2, "No such file or directory", "a/plan.png"))
-    'a/plan.png: No such file or directory.'
-    """
-    # The rank is that of a job which the command made up.
-    if isinstance(error, FSDPError):
-        error.rank = None
-    # "[Errno 2]" says nothing to most readers.
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename}: {error.strerror}."
-    return str(error)
 
 
 class Progress:
@@ -127,7 +103,7 @@ def _facts(given: argparse.Namespace) -> Report:
             # A build of torch is for one of the two, or for CPU.
             **{name: text for name, text in built.items() if text},
             # From the metadata: importing transformers takes seconds.
-            **{name: _installed(name) or "not installed" for name in _PACKAGES},
+            **{name: installed(name) or "not installed" for name in _PACKAGES},
             **({"not tested on": text} if (text := untested()) else {}),
         },
         "platform": {
@@ -168,33 +144,4 @@ def _show_facts(found: Report) -> None:
             print(f"  {key:{width}}  {text}".rstrip())
 
 
-def version() -> str:
-    """Return the version of this package, or that of the checkout."""
-    found = _installed("composable-fsdp")
-    if found is not None:
-        return found
-    # An installed package lies in ``site-packages``, beside no such file.
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    text = project.read_text() if project.is_file() else ""
-    match = re.search(r'^version = "(.+)"', text, re.MULTILINE)
-    return f"{match[1]} (not installed)" if match else "unknown"
-
-
-def _installed(package: str) -> str | None:
-    """Return the version of an installed package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-ENV = Command(
-    "print versions, GPUs and settings, for a report of a bug",
-    """\
-examples:
-  python -m composable_fsdp env
-  torchrun --nproc-per-node 2 -m composable_fsdp env
-""",
-    _facts,
-    _show_facts,
-)
+ENV = Command(_facts, _show_facts)

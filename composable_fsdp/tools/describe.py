@@ -15,7 +15,7 @@ from torch import nn
 
 from composable_fsdp.comm.placements import name_of
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.naming import join_name, printable, size_text
+from composable_fsdp.naming import join_name, size_text
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
 from composable_fsdp.planning.unit_plan import UnitPlan
@@ -25,7 +25,7 @@ from composable_fsdp.storage.opening import NATIVE, find_checkpoint, open_source
 from composable_fsdp.storage.source import Source
 from composable_fsdp.tools.plan import unit_plan
 from composable_fsdp.tools.sharding_plan import fold_units
-from composable_fsdp.tools.texts import counted
+from composable_fsdp.tools.texts import counted, printable
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 

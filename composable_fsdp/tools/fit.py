@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from composable_fsdp.config import (
-    FULL_SHARD,
     HYBRID,
     Block,
     CPUOffload,
     MixedPrecision,
+    ShardingStrategy,
 )
 from composable_fsdp.tools.memory import Activations
 from composable_fsdp.tools.plan import replan
@@ -84,33 +84,6 @@ def _what_helps(found: Forecast, capacity: int) -> list[dict[str, Any]]:
     return changes
 
 
-def at_world_sizes(
-    found: Forecast, sizes: Sequence[int], cut: int, capacity: int | None
-) -> list[dict[str, Any]]:
-    """Return a row per world size, of which ``cut`` ranks share a model's layers."""
-    rows = []
-    for size in sizes:
-        # Only layouts change with the world size; the model is walked once.
-        other = at_world_size(found, size // cut)
-        kinds = ("parameters", "gradients", "optimizer")
-        row: dict[str, Any] = {
-            "world_size": size,
-            "padding": other.plan.padded_numel - other.plan.numel,
-            **{name: sum(getattr(row, name) for row in other.rows) for name in kinds},
-            "peak": other.total,
-            "when": other.peak.when,
-        }
-        if capacity is not None:
-            row["fits"] = other.total <= capacity
-        rows.append(row)
-    return rows
-
-
-def at_world_size(found: Forecast, world_size: int) -> Forecast:
-    """Return the forecast of the same units and options on ``world_size`` ranks."""
-    return replace(found, plan=replan(found.plan, world_size=world_size))
-
-
 def smallest_world_size(found: Forecast, capacity: int) -> int | None:
     """Return the smallest world size at which ``found`` fits; None if there is none."""
     groups = [u.shard_world_size for u in found.plan.units if u.replicas > 1]
@@ -119,7 +92,9 @@ def smallest_world_size(found: Forecast, capacity: int) -> int | None:
     step = max(groups, default=1)
 
     def fits(count: int) -> bool:
-        return at_world_size(found, count * step).total <= capacity
+        # Only layouts change with the world size; the model is walked once.
+        plan = replan(found.plan, world_size=count * step)
+        return replace(found, plan=plan).total <= capacity
 
     # Memory falls with the world size but for padding: double until the forecast fits,
     # then halve the interval. Many models need no sharding, so 1 is first.
@@ -136,7 +111,7 @@ def _changes(found: Forecast) -> list[_Change]:
     """Return the changes that may need less memory."""
     plan, units = found.plan, found.plan.units
     options = [unit.options for unit in units]
-    full, hybrid = FULL_SHARD, HYBRID[0]
+    full, hybrid = ShardingStrategy.FULL_SHARD, HYBRID[0]
     strategy = hybrid if any(o.strategy in HYBRID for o in options) else full
     activations = found.activations
     name = strategy.name.lower().replace("_", "-")

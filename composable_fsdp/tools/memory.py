@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -14,6 +14,9 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.machine import Cost
+
+DeviceType = Literal["cpu", "cuda"]
+"""The device whose order of allocations a forecast follows."""
 
 
 class Memory(NamedTuple):

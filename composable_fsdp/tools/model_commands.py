@@ -9,27 +9,47 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.config import CPUOffload, MixedPrecision
+from composable_fsdp.config import (
+    BackwardPrefetch,
+    Block,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from composable_fsdp.errors import FSDPError, PlanError
+from composable_fsdp.features.wires.formats import Float8Wire, Int8Wire
 from composable_fsdp.naming import size_text
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.policies import SizePolicy
 from composable_fsdp.tools import plan_models, plan_report
 from composable_fsdp.tools.activations import measure_activations
-from composable_fsdp.tools.arguments import DTYPES, PREFETCH, STRATEGIES, WIRES
+from composable_fsdp.tools.arguments import word_of
 from composable_fsdp.tools.command import BAD, USAGE, Command, Report
 from composable_fsdp.tools.fake_world import simulated_meshes
-from composable_fsdp.tools.fit import at_world_sizes, fit
+from composable_fsdp.tools.fit import fit
 from composable_fsdp.tools.machine import Machine
 from composable_fsdp.tools.memory import Activations
-from composable_fsdp.tools.model_units import NoSplitPolicy, guess_units, unit_names
+from composable_fsdp.tools.model_units import NoSplitPolicy, guess_units
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.sharding_plan import Forecast, ShardingPlan, forecast
 from composable_fsdp.tools.simulate import simulate
 from composable_fsdp.tools.simulated_clock import Clock
 from composable_fsdp.tools.simulated_world import simulated_world
+
+_STRATEGIES = {word_of(strategy.name): strategy for strategy in ShardingStrategy}
+_WIRES = {
+    "int8": Int8Wire(),
+    "float8": Float8Wire(),
+    "float8-tensor": Float8Wire("tensor"),
+}
+_PREFETCH = {
+    "pre": BackwardPrefetch.BACKWARD_PRE,
+    "post": BackwardPrefetch.BACKWARD_POST,
+    "none": None,
+}
 
 
 def _plan(given: argparse.Namespace) -> Report:
@@ -72,9 +92,6 @@ def _plan(given: argparse.Namespace) -> Report:
                     "the estimated time counts matrix products in float32 at the speed "
                     "of bfloat16; pass --param-dtype bfloat16"
                 )
-        if given.world_sizes:
-            sizes = given.world_sizes, cut, given.gpu_memory
-            report["world_sizes"] = at_world_sizes(found, *sizes)
         if given.plot:
             plan_report.draw_memory(given.plot, found, given.gpu_memory)
             # The report says where the picture is, also in JSON.
@@ -136,9 +153,6 @@ def _show_plan(found: Report) -> None:
 def _simulate(given: argparse.Namespace) -> Report:
     """Simulate the step, write the trace, and return the report."""
     model, options, _ = _asked(given.model, given, None)
-    # Names hold in the copy, too.
-    if "units" in options:
-        options["units"] = unit_names(model.module, options["units"])
     if model.inputs is None:
         raise PlanError(
             "simulate needs --batch, as --batch 4x2048, or a function that returns "
@@ -210,7 +224,7 @@ def _asked(
         model = model._replace(inputs=plan_models.inputs_for(model, given.batch))
     # On meta a cast changes dtypes and copies nothing.
     if given.dtype:
-        model.module.to(DTYPES[given.dtype])
+        model.module.to(getattr(torch, given.dtype))
     chosen, units_from = _chosen_of(model, given)
     sizes = {"shard_world_size": given.shard_world_size}
     return model, {**chosen, **_options_of(given), **sizes}, units_from
@@ -241,20 +255,19 @@ def _chosen_of(
 
 def _options_of(given: argparse.Namespace) -> dict[str, Any]:
     """Return the options of ``fully_shard`` that the arguments select."""
-    low = MixedPrecision(
-        param_dtype=DTYPES.get(given.param_dtype),
-        reduce_dtype=DTYPES.get(given.reduce_dtype),
-    )
+    names = (given.param_dtype, given.reduce_dtype)
+    low = MixedPrecision(*(name and getattr(torch, name) for name in names))
+    block, _, rows = given.block.partition(":")
     found = {
-        "strategy": STRATEGIES[given.strategy],
+        "strategy": _STRATEGIES[given.strategy],
         # Without a dtype there is no mixed precision, as in ``fully_shard``.
         "mixed_precision": low if low != MixedPrecision() else None,
         "cpu_offload": CPUOffload(offload_params=True) if given.cpu_offload else None,
-        "backward_prefetch": PREFETCH[given.backward_prefetch],
+        "backward_prefetch": _PREFETCH[given.backward_prefetch],
         "forward_prefetch": given.forward_prefetch,
-        "block": given.block,
+        "block": Block.rows(int(rows)) if rows else Block[block.upper()],
         # ``get``: None without ``--wire``.
-        "wire": WIRES.get(given.wire),
+        "wire": _WIRES.get(given.wire),
         "tied_params": given.tied_params,
     }
     # Without defaults, which a function that shards by itself would be asked to change;
@@ -266,34 +279,7 @@ def _options_of(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-_MODEL_HELP = """\
-MODEL is one of:
-  train:build_model     a function without arguments (or a class, or a module) of a
-                        module; it is called with torch.device("meta"), so no weight
-                        takes memory. It may return (model, inputs of its forward),
-                        or (model, inputs, function from the output to the loss)
-  train.py:build_model  the same, in a file
-  config.json           a configuration of transformers, or its directory
-"""
-
 PLAN = Command(
-    "tell whether a model fits on your GPUs",
-    f"""\
-examples:
-  python -m composable_fsdp plan train:build_model --world-size 64 --gpu-memory 80GiB
-  python -m composable_fsdp plan --hf config.json --world-size 64 --batch 1x4096 \\
-      --param-dtype bfloat16 --checkpointing --gpu-memory 80GiB
-
-Without --batch the activations are not counted, and "fits" does not include them.
-With --tensor-parallel-size the argument of the function is the mesh of the job,
-("dp", "tp") or ("replicate", "shard", "tp"), and it calls
-parallelize_module(model, mesh["tp"], {{...}}).
-
-{_MODEL_HELP}\
-
-exit status: 0 fits, or --gpu-memory is not given; 1 does not fit; 2 no plan could be
-made, such as a wrong path or option
-""",
     _plan,
     _show_plan,
     # Without ``--gpu-memory`` there is nothing to fit into.
@@ -301,22 +287,7 @@ made, such as a wrong path or option
     USAGE,
     _BAD_INPUT,
 )
-
 SIMULATE = Command(
-    "show memory, collectives and times of a training step, without GPUs",
-    f"""\
-examples:
-  python -m composable_fsdp simulate train:build_model --batch 4x2048 --world-size 64
-  python -m composable_fsdp simulate config.json --batch 1x4096 --trace step.json
-
-The step runs on tensors that have shapes and no values. https://ui.perfetto.dev opens
-the file of --trace: a row of compute, a row of communication, and live bytes by kind.
-Times are those of an assumed machine; composable_fsdp.simulate takes another.
-
-{_MODEL_HELP}
-exit status: 0 simulated; 1 the step needs more than --gpu-memory; 2 no step could be
-simulated, such as a wrong path or option
-""",
     _simulate,
     _show_step,
     lambda found: 0 if found.get("fits", True) else BAD,

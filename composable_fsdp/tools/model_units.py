@@ -10,20 +10,19 @@ from typing import Any
 from torch import nn
 
 from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import join_name, listed, quoted
+from composable_fsdp.naming import did_you_mean, join_name, listed, quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import Chosen
 from composable_fsdp.planning.checks import refuse_container
-from composable_fsdp.tools.texts import did_you_mean
 
 
 class NoSplitPolicy:
     """Makes the layers that a model of transformers names units.
 
-    The layers are the modules of the classes in ``_no_split_modules`` of the model. A
-    layer that shares a parameter with a module outside of the layer is no unit, so that
-    the root holds the tied parameter once. A model that names no classes gets the
-    entries of its lists of modules.
+    The layers are the modules of the classes in ``_no_split_modules`` of the model and
+    of models inside. A layer that shares a parameter with a module outside of the layer
+    is no unit, so that the root holds the tied parameter once. A model that names no
+    classes gets the entries of its lists of modules.
 
     Args:
         classes: names of classes, instead of those that the model names. Default None.
@@ -59,8 +58,8 @@ class NoSplitPolicy:
             if name not in there:
                 raise PlanError(
                     f"{self!r} names the class {name}, and this "
-                    f"{type(root_module).__name__} has no module of the class."
-                    f"{did_you_mean(name, there)} Its classes are {listed(there)}."
+                    f"{type(root_module).__name__} has no module of the class"
+                    f"{did_you_mean(name, there)}. Its classes are {listed(there)}."
                 )
         # Without names a missing class is no error: many models name several classes.
         chosen = dict(_units(root_module, self._classes)[0])
@@ -92,8 +91,9 @@ def _units(
     """Return units of ``classes``, or as the model says, with names and a reason."""
     named = list(walk.named(module))
     if classes is None:
-        # Some classes of transformers have None there.
-        classes = getattr(module, "_no_split_modules", None) or ()
+        # Of models inside, too. Some classes of transformers have None there.
+        told = (getattr(each, "_no_split_modules", None) or () for _, each in named)
+        classes = {name for each in told for name in each}
     # By name, because transformers names classes as texts.
     wanted = set(classes)
     chosen = [(name, m) for name, m in named if type(m).__name__ in wanted]
@@ -239,8 +239,8 @@ def _of(
     # A typing error must not plan a model without units.
     if not matching:
         raise PlanError(
-            f"units names {entry!r}, which matches no module."
-            f"{did_you_mean(entry, map(repr, names), most=3)} Names are those of "
+            f"units names {entry!r}, which matches no module"
+            f"{did_you_mean(entry, map(repr, names), most=3)}. Names are those of "
             "named_modules(); 'blocks.*' matches every block."
         )
     return matching

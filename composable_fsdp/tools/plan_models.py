@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import json
 import os
 import sys
 import warnings
@@ -28,10 +27,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import join_name
+from composable_fsdp.naming import did_you_mean, join_name
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import is_dtensor
-from composable_fsdp.tools.texts import did_you_mean
 from composable_fsdp.tree.traversal import walk_states
 
 CONFIG = "config.json"
@@ -96,7 +94,7 @@ def object_of(target: str) -> Any:
         if not hasattr(found, part):
             given = [each for each in vars(found) if not each.startswith("_")]
             hint = did_you_mean(part, given, most=3)
-            raise PlanError(f"{path} has no {part!r}.{hint}")
+            raise PlanError(f"{path} has no {part!r}{hint}.")
         found = getattr(found, part)
     return found
 
@@ -188,15 +186,6 @@ def _config(path: str) -> Model:
             f"There is no file {str(file)!r}. Nothing is downloaded: get the file "
             f"with `hf download MODEL {CONFIG}`, or from the model's page."
         )
-    # Checked before transformers is imported, which takes seconds.
-    given = None
-    with suppress(ValueError):
-        given = json.loads(file.read_text())
-    if not isinstance(given, dict) or "model_type" not in given:
-        raise PlanError(
-            f"{file} is no configuration of transformers: no JSON, or it has no "
-            "model_type."
-        )
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
@@ -209,7 +198,7 @@ def _config(path: str) -> Model:
     try:
         config = transformers.AutoConfig.from_pretrained(str(file))
         # The class that the configuration names has the head; AutoModel has none.
-        name = next(iter(given.get("architectures") or []), "")
+        name = next(iter(config.architectures or []), "")
         kind = getattr(transformers, name, None) if name else None
         make = transformers.AutoModel.from_config if kind is None else kind
         with torch.device("meta"), warnings.catch_warnings():

@@ -214,8 +214,6 @@ def text_of(report: Report, width: int | None = None) -> str:
         lines.append("Activations are left out; a batch, as --batch 1x4096, adds them.")
     if "fit" in report:
         lines += ["", *_verdict(report)]
-    if "world_sizes" in report:
-        lines += _world_sizes(report["world_sizes"])
     if report["warnings"]:
         lines += ["", *(f"note: {each}" for each in report["warnings"])]
     return "\n".join(lines)
@@ -352,18 +350,6 @@ def _verdict(report: Report) -> Iterator[str]:
             f"  {size_text(change['bytes'])}, {verdict}: {change['change']} "
             f"({change['options']})"
         )
-
-
-def _world_sizes(rows: Sequence[Report]) -> list[str]:
-    """Return the table of further world sizes."""
-    cells = [
-        [f"{row['world_size']:,}", *(size_text(row[k]) for k in (*_KEPT, "peak"))]
-        + (["yes" if row["fits"] else "no"] if "fits" in row else [])
-        for row in rows
-    ]
-    # Without a capacity there is nothing to fit into.
-    header = ["ranks", *_KEPT, "peak", "fits"][: len(cells[0])]
-    return ["", "Bytes per rank by world size", *_table(header, cells, ())]
 
 
 def draw_memory(path: Path, found: Any, capacity: int | None) -> None:

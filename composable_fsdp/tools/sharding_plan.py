@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from torch import nn
 
-from composable_fsdp.config import DeviceType
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import ROOT_NAME, runs_of
 from composable_fsdp.planning.assign import PlanRequest
@@ -23,6 +22,7 @@ from composable_fsdp.tools.machine import MACHINES, Machine
 from composable_fsdp.tools.memory import (
     OPTIMIZERS,
     Activations,
+    DeviceType,
     Memory,
     OptimizerMemory,
     StepMoment,
@@ -32,6 +32,8 @@ from composable_fsdp.tools.plan_report import report_of, text_of
 from composable_fsdp.tools.step_memory import StepMemory, memory_of_step
 from composable_fsdp.tools.step_time import StepTime, time_of_step
 from composable_fsdp.tools.unit_costs import Traffic, UnitMemory, rest_bytes, traffic_of
+
+_NOTHING = Memory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +204,12 @@ class ShardingPlan:
         given = (Forecast(found, kept).moments, found.units, speeds, activations, kept)
         return time_of_step(*given, compiled=compiled, float8=float8)
 
-    def step_memory(self, *, device_type: str = "cuda") -> StepMemory:
+    def step_memory(
+        self, *, device_type: str = "cuda", held: Memory = _NOTHING
+    ) -> StepMemory:
         """Return the memory of a step, operation by operation.
 
-        ``device_type`` is as in ``peak``.
+        ``device_type`` is as in ``peak``; ``held`` is there at each moment.
         """
         flows = self._flows()
         on_cuda = device_type == "cuda"
@@ -218,7 +222,7 @@ class ShardingPlan:
             UnitMemory(u, parent, flow, fed, u.is_offloaded and on_cuda)
             for u, parent, flow, fed in facts
         ]
-        return memory_of_step(units, streams=on_cuda)
+        return memory_of_step(units, streams=on_cuda, held=held)
 
     def __str__(self) -> str:
         return text_of(report_of(Forecast(self, OPTIMIZERS["none"])))
@@ -352,14 +356,19 @@ class Forecast:
         # On the CPU the host's memory is the device's.
         on_cpu, optimizer = self.device_type == "cpu", self.optimizer
         units = [u for u in self.plan.units if on_cpu or not u.is_offloaded]
-        held = [u for u in units if on_cpu or not u.has_host_states]
-        states = sum(map(optimizer.state_bytes, held))
-        step = self.plan.step_memory(device_type=self.device_type)
-        # The optimizer steps after backward, when no full parameters are left, but the
-        # slots of an arena. What stays from step to step is there at every moment.
-        end = Memory(
+        here = [u for u in units if on_cpu or not u.has_host_states]
+        states = sum(map(optimizer.state_bytes, here))
+        # What stays from step to step. The walk counts all other gradients.
+        held = Memory(
             parameters=sum(unit.parameter_bytes for unit in units)
             + sum(unit.piece_bytes for unit in self.plan.units if unit.has_rest),
+            gradients=sum(unit.gradient_bytes for unit in units if unit.is_offloaded),
+            optimizer=states,
+        )
+        step = self.plan.step_memory(device_type=self.device_type, held=held)
+        # The optimizer steps after backward, when no full parameters are left, but the
+        # slots of an arena.
+        end = held._replace(
             gradients=sum(unit.gradient_bytes for unit in units),
             optimizer=states + optimizer.buffer_bytes(units),
             full=step.kept[0]
@@ -368,20 +377,7 @@ class Forecast:
             temporaries=sum(map(optimizer.temporary_bytes, units)),
             when="optimizer step",
         )
-        # Gradients with memory from step to step; the walk counts all others.
-        own = sum(unit.gradient_bytes for unit in units if unit.is_offloaded)
-        found = [
-            StepMoment(
-                now._replace(
-                    parameters=end.parameters,
-                    gradients=now.gradients + own,
-                    optimizer=states,
-                ),
-                event,
-            )
-            for now, event, _ in step.moments
-        ]
-        moments = (*found, StepMoment(end))
+        moments = (*step.moments, StepMoment(end))
         return self.activations.beside(moments) if self.activations else moments
 
     @cached_property

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.access.grads import clip_grad_norm_
-from composable_fsdp.config import DeviceType
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.planning import walk
 from composable_fsdp.tools import fake_world, plan_models
 from composable_fsdp.tools.machine import Machine
-from composable_fsdp.tools.memory import OPTIMIZERS
+from composable_fsdp.tools.memory import OPTIMIZERS, DeviceType
 from composable_fsdp.tools.model_units import unit_names
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.plan_models import Model, is_sharded, returned

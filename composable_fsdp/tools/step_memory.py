@@ -59,24 +59,27 @@ class StepMemory(NamedTuple):
         return sum(slot.nbytes for slot in self.slots), reductions
 
 
-_NO_SLOTS = StepMemory(())
+_NO_SLOTS, _NOTHING = StepMemory(()), Memory()
 
 
-def memory_of_step(units: Sequence[UnitMemory], *, streams: bool) -> StepMemory:
-    """Return the bytes of the units' buffers at each operation of a step.
+def memory_of_step(
+    units: Sequence[UnitMemory], *, streams: bool, held: Memory = _NOTHING
+) -> StepMemory:
+    """Return the bytes of the units' buffers, and of what is ``held`` beside them, at
+    each operation of a step.
 
     With ``streams``, resharded units are freed late, as on CUDA; else at once.
     """
     if not any(unit.arena for unit in units):
-        return _walk(_Step(units, streams=streams))
+        return _walk(_Step(units, held, streams=streams))
     # Once to learn which units are full at the same time, and so share no slot.
-    learning = _Step(units, streams=streams)
+    learning = _Step(units, held, streams=streams)
     _walk(learning)
     arenas = [unit.arena for unit in units]
     slots = assign_slots([unit.slots[0] for unit in units], arenas, learning.together)
     reductions = reduce_slots([unit.slots[1] for unit in units], arenas)
     found = StepMemory((), slots, reductions)
-    return _walk(_Step(units, streams=streams, kept=found))
+    return _walk(_Step(units, held, streams=streams, kept=found))
 
 
 def _walk(step: _Step) -> StepMemory:
@@ -145,13 +148,15 @@ class _Step:
     def __init__(
         self,
         units: Sequence[UnitMemory],
+        held: Memory,
         *,
         streams: bool,
         kept: StepMemory = _NO_SLOTS,
     ) -> None:
         self.units, self.streams, self.kept = units, streams, kept
         # Bytes by field of ``Memory``, and by what a unit has allocated.
-        self.total = Counter(full=kept.kept[0], reduce=kept.kept[1])
+        self.total = Counter(held.by_kind())
+        self.total.update(full=kept.kept[0], reduce=kept.kept[1])
         self.live: dict[tuple[str, str, int], int] = {}
         # A unit in a slot allocates nothing.
         self.in_slots = {index for slot in kept.slots for index in slot.units}
@@ -196,13 +201,9 @@ class _Step:
         """Add an event with the present bytes."""
         unit, total = self.units[index].plan.fqn, self.total
         ahead = sum(self.units[each].full for each in self.ahead)
-        memory = Memory(
-            gradients=total["gradients"],
-            full=total["full"] - ahead,
-            ahead=ahead,
-            reduce=total["reduce"],
-            in_flight=total["in_flight"] + gradients,
-            when=f"{when or self.phase} of {unit or ROOT_NAME}",
+        now = Memory(**total, when=f"{when or self.phase} of {unit or ROOT_NAME}")
+        memory = now._replace(
+            full=now.full - ahead, ahead=ahead, in_flight=now.in_flight + gradients
         )
         event = Event(self.phase, unit, is_entry, kind)
         self.told.append(StepMoment(memory, event))

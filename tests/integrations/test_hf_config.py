@@ -77,7 +77,7 @@ def test_a_layer_with_a_parameter_that_is_tied_outside_is_no_unit() -> None:
 
 def test_a_class_that_the_model_does_not_have_is_told() -> None:
     """The message names the nearest class."""
-    with pytest.raises(PlanError, match=r"class Linea, .*Did you mean Linear\?"):
+    with pytest.raises(PlanError, match=r"class Linea, .*did you mean Linear\?"):
         NoSplitPolicy(["Linea"])._run_policy(Tied(), set(), {})
     with pytest.raises(TypeError, match="names of classes, got <class"):
         NoSplitPolicy([nn.Linear])  # type: ignore[list-item]  # the mistake

@@ -244,7 +244,7 @@ def test_files_of_another_model_are_refused_with_the_names(
 @pytest.mark.parametrize("size", ["five", "5", 0, "-1GB", "1.2.3GB"])
 def test_a_size_that_cannot_be_read_is_refused(size: Any, tmp_path: Path) -> None:
     """Before anything is written."""
-    with pytest.raises(ValueError, match="max_shard_size expects"):
+    with pytest.raises(ValueError, match=r"max_shard_size: .*(no size|no unit)"):
         save_pretrained(made("llama"), tmp_path / "out", max_shard_size=size)
 
     assert list(tmp_path.iterdir()) == []

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,14 @@ import torch
 from safetensors.torch import load_file
 
 from composable_fsdp import convert
+from composable_fsdp.storage.opening import FORMATS
+from composable_fsdp.tools import arguments, model_commands
 from composable_fsdp.tools.command_line import main
+from composable_fsdp.tools.memory import OPTIMIZERS
 from tests.storage.samples import sample, saved
 from tests.support.scripts import Run
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -73,7 +81,7 @@ def test_export_makes_files_of_the_size_that_was_asked_for(
         ("convert", "a", "b", "--to", "zip"),
         ("export", "a", "b", "--max-shard-size", "much"),
         ("diff", "a", "b", "--tolerance", "nan"),
-        ("plan", "a", "--world-sizes", "2,nan"),
+        ("plan", "a", "--world-size", "nan"),
         ("simulate", "a", "--max-norm", "-1"),
     ],
 )
@@ -95,7 +103,7 @@ def test_a_typing_error_is_told_with_what_was_meant(
     """Commands, and options of the command that was given."""
     status, _, err = run(*arguments)
 
-    assert (status, f"Did you mean {meant}?" in err) == (2, True)
+    assert (status, f"(did you mean {meant}?)" in err) == (2, True)
 
 
 MODELS = """
@@ -151,7 +159,7 @@ def test_what_a_command_cannot_read_is_a_message(
 @pytest.mark.req("N-10")
 def test_the_entry_point_is_the_command_line(run: Run) -> None:
     """What ``pyproject.toml`` names can be called; the overview has all commands."""
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
     (entry,) = re.findall(r'^composable-fsdp = "(.+)"', project, re.MULTILINE)
     module, name = entry.split(":")
 
@@ -159,6 +167,47 @@ def test_the_entry_point_is_the_command_line(run: Run) -> None:
     _, out, _ = run("--help")
     for command in ("plan", "verify", "inspect", "diff", "convert", "export"):
         assert re.search(rf"^    {command} ", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("start", [["-m", "composable_fsdp"], ["composable-fsdp"]])
+def test_help_does_not_wait_for_torch_and_commands_get_what_they_need(
+    tmp_path: Path, start: list[str]
+) -> None:
+    """A module and a console script; a step needs what ``import`` registers."""
+    (tmp_path / "composable-fsdp").write_text(
+        "import sys\nfrom composable_fsdp.__main__ import main\nsys.exit(main())\n"
+    )
+    (tmp_path / "m.py").write_text(MODELS)
+
+    def lines(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *start, *arguments],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.fspath(ROOT),
+                "PYTHONPROFILEIMPORTTIME": "1",
+            },
+            capture_output=True,
+            check=True,
+            text=True,
+        )
+        return done.stdout + done.stderr
+
+    for wanted in (["--help"], ["--version"], ["plan", "--help"]):
+        assert not re.search(r"\| +torch$", lines(*wanted), re.MULTILINE)
+    found = lines("simulate", "m.py:layer", "--batch", "2x8", "--world-size", "2")
+    assert "1 x reduce_scatter" in found
+    assert re.search(r"features\.guard\.watch$", found, re.MULTILINE)
+
+
+def test_the_parser_knows_the_words_of_the_package() -> None:
+    """It lists them itself, because their modules import torch."""
+    assert set(arguments.STRATEGIES) == model_commands._STRATEGIES.keys()
+    assert set(arguments.WIRES) == model_commands._WIRES.keys()
+    assert set(arguments.PREFETCH) == model_commands._PREFETCH.keys()
+    assert set(arguments.OPTIMIZERS) == OPTIMIZERS.keys()
+    assert arguments.FORMATS == FORMATS
 
 
 def test_an_interrupt_leaves_nothing(

@@ -41,7 +41,7 @@ def test_the_numbers_are_those_of_plan_and_add_up(run: Run, script: str) -> None
         run,
         f"{script}:Net",
         *("--world-size", 6, "--param-dtype", "bfloat16", "--batch", "2x16"),
-        *("--world-sizes", "3,12", "--gpu-memory", "1GiB"),
+        *("--gpu-memory", "1GiB"),
     )
     model = load_model(f"{script}:Net").module
     planned = plan(
@@ -65,8 +65,6 @@ def test_the_numbers_are_those_of_plan_and_add_up(run: Run, script: str) -> None
     assert found["peak"]["kinds"]["activations"] > 0
     assert found["step"]["all_gather"]["bytes"] == planned.traffic.all_gather_bytes
     assert [row["unit"] for row in found["rows"]] == ["(root)", "blocks.0-5"]
-    assert [row["world_size"] for row in found["world_sizes"]] == [3, 12]
-    assert all(row["fits"] for row in found["world_sizes"])
     assert found["fit"]["smallest_world_size"] == 1
 
 
@@ -157,19 +155,19 @@ def test_the_picture_is_the_memory_of_a_step(
     [
         (":needs", "needs arguments: width. Write a function without"),
         (":reads_values", "fails on the meta device.*item"),
-        (":Nett", "has no 'Nett'. Did you mean Net"),
+        (":Nett", "has no 'Nett' .did you mean Net"),
         (":torch", "expects to be a module, or a function"),
         ("", "names no model. Write MODULE:FUNCTION"),
-        (":Net --units blocks.9", "matches no module. Did you mean 'blocks.5'"),
+        (":Net --units blocks.9", "matches no module .did you mean 'blocks.5'"),
         (":Net --unit-class Blok", "Its classes are Block, Embedding"),
         (":Net --units tokens,head", "tied|same object"),
         (":Net --strategy hybrid-shard", "expects shard_world_size"),
         (":Net --optimizer adamq", "expects one of adamw"),
-        (":Net --batch 2x3x4 --world-sizes 0", "is no positive whole number"),
+        (":Net --batch 2x3x4 --world-size 0", "is no positive whole number"),
         (":Net --checkpointing", "needs --batch"),
         (":Net --units head --unit-class Block", "give one of them"),
         (":Net --gpu-memory 80", "has no unit; write 80GiB"),
-        (":Net --strategy full_shrd", "Did you mean full-shard"),
+        (":Net --strategy full_shrd", "did you mean full-shard"),
         (":Net x:y", "expects one MODEL, got 2"),
     ],
 )
@@ -200,7 +198,7 @@ def test_paths_that_are_not_there_say_where_to_go(run: Run, tmp_path: Path) -> N
         f"{bad}:build": "Importing .* fails: .*No module named 'no_such_package",
         f"{tmp_path}/none.json": "Nothing is downloaded: get the file",
         "gpt2": "`hf download MODEL config.json` gets",
-        str(wrong): "it has no model_type",
+        str(wrong): "makes no model of .* `model_type` key",
         str(unknown): "transformers .* makes no model of",
     }.items():
         status, out, err = run(target)

@@ -244,7 +244,7 @@ def test_a_compiler_keeps_what_is_between_products(run: Run, script: str) -> Non
 
     assert "--float8 need --time" in run("plan", f"{script}:Net", "--compile")[2]
     assert "--time needs --batch" in run("plan", f"{script}:Net", "--time", "h100")[2]
-    assert "Did you mean h100" in run("plan", f"{script}:Net", "--time", "h10")[2]
+    assert "did you mean h100" in run("plan", f"{script}:Net", "--time", "h10")[2]
     planned = plan(Net(), world_size=2)
     with pytest.raises(PlanError, match="one of h100, h100-500w"):
         planned.step_time("a100", torchtitan())

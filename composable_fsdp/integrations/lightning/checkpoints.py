@@ -1,8 +1,7 @@
 """Full and sharded checkpoints of Lightning, for the Trainer and for Fabric.
 
-A sharded one, ``last.ckpt/state-2/manifest.json``, has in ``extra`` the rest of
-Lightning's dictionary. ``state-3`` is complete before ``state-2`` is removed, so a
-crash leaves the old or the new checkpoint.
+A sharded one, ``last.ckpt/manifest.json``, has in ``extra`` the rest of Lightning's
+dictionary. ``save`` replaces it at once, so a crash leaves the old or the new one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 from composable_fsdp.comm.consensus import require_success_on_all_ranks
 from composable_fsdp.config import OptimStateKeyType, StateDictType
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.integrations.given_optimizers import full_state_dict, next_state
+from composable_fsdp.integrations.given_optimizers import full_state_dict
 from composable_fsdp.integrations.lightning.sharding import has_units
 from composable_fsdp.optim.keys import rekey_optim_state_dict
 from composable_fsdp.optim.legacy import full_optim_state_dict
@@ -154,13 +153,11 @@ def write_sharded(
     Raises: CheckpointError, on all ranks; a checkpoint at ``path`` is unchanged.
     """
     extra: dict[str, Any] | None = None
-    state = ""
     with alike_on_all_ranks():
         # ``save`` takes the path of rank 0, so only rank 0 looks at the directory.
         if not dist.is_initialized() or dist.get_rank() == 0:
             path = os.path.abspath(path)
             require_form(path, sharded=True)
-            state = next_state(path)
             names = {id(each): name for name, each in module.named_parameters()}
             of_groups = [
                 [[names.get(id(p), "") for p in g["params"]] for g in each.param_groups]
@@ -171,9 +168,8 @@ def write_sharded(
             torch.save({**rest, NAMES: of_groups}, out)
             written = torch.frombuffer(bytearray(out.getvalue()), dtype=torch.uint8)
             extra = {REST: written}
-    # ``keep=1`` removes the older state only after the new one is complete.
     optims = list(optimizers or ()) or None
-    save(state or path, module, optims, extra, options=SaveOptions(keep=1))
+    save(path, module, optims, extra, options=SaveOptions(overwrite=True))
 
 
 def read_sharded(

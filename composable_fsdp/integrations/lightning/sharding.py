@@ -65,7 +65,7 @@ def shard(
     for root in roots:
         fully_shard(
             root,
-            policy=_repeated_layers(root) if policy == AUTO else policy,
+            policy=NoSplitPolicy() if policy == AUTO else policy,
             # fully_shard refuses a root that is to be ignored.
             ignored_modules=[each for each in ignored if each is not root],
             # Of the second call on, for fit after fit: equal settings, or an error.
@@ -150,20 +150,6 @@ def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:
             yield from _callable_parts(child)
         elif not isinstance(child, Metric):
             yield child
-
-
-def _repeated_layers(root: nn.Module) -> NoSplitPolicy:
-    """Return the policy for layers that models below ``root`` name, or that repeat."""
-    named = {
-        each
-        for module in root.modules()
-        # transformers has None there in some classes.
-        for each in getattr(module, "_no_split_modules", None) or ()
-    }
-    # The policy refuses names without a module, and models of transformers name classes
-    # of variants that this model does not have.
-    there = {type(module).__name__ for module in root.modules()}
-    return NoSplitPolicy(sorted(named & there) or None)
 
 
 def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
