@@ -47,17 +47,16 @@ class Residency(Enum):
 
         state           function                to
         SHARDED         allocate_full           GATHERING
-                        hold_full               HIDDEN, if full parameters are shards
-                        show_copies             COPIES_SHOWN
+                        move                    HIDDEN, if full parameters are shards
+                        move                    COPIES_SHOWN
         GATHERING       use_full                UNSHARDED
                         free_full               SHARDED
                         defer_free (CUDA)       FREE_PENDING
         UNSHARDED       use_sharded             HIDDEN
         HIDDEN          use_full                UNSHARDED
-                        free_full, drop_full    SHARDED
+                        free_full, move         SHARDED
                         defer_free (CUDA)       FREE_PENDING
         FREE_PENDING    free_full               SHARDED
-                        gather_again            GATHERING
         COPIES_SHOWN    use_sharded             SHARDED
 
     The functions are those of ``flat.residency``. A unit whose full parameters are its
@@ -95,7 +94,7 @@ def _set_followers() -> None:
     gathering.followers = unsharded, sharded, free_pending
     unsharded.followers = (hidden,)
     hidden.followers = unsharded, sharded, free_pending
-    free_pending.followers = sharded, gathering
+    free_pending.followers = (sharded,)
     copies.followers = (sharded,)
 
 

@@ -17,7 +17,7 @@ from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.flat.residency import NOT_GATHERED, shards_are_unchanged
 from composable_fsdp.runtime import unshard as verbs
-from composable_fsdp.runtime.graph_task import current_task, inside_block
+from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.hooks import call_method
 from composable_fsdp.runtime.recover import is_live, recover
 from composable_fsdp.runtime.threads import require_no_other_backward
@@ -219,7 +219,7 @@ def _context(state: _FSDPState, what: str) -> RuntimeContext:
     """Return the context of the unit's tree, after recovery from a step that raised."""
     context = ensure_root(state)
     if context.summoned is not None:
-        raise inside_block(context, f"{what} of {state.name}")
+        raise context.summoned.refusal(f"{what} of {state.name} was called")
     # A backward that raised leaves its graph tasks open, a forward that was interrupted
     # leaves ``outermost`` set; neither calls a hook that could clean up.
     if context.tasks and current_task() == NO_TASK:

@@ -35,9 +35,9 @@ from composable_fsdp.comm.operations import Operation
 from composable_fsdp.errors import CollectiveError, DesyncError, PhaseError
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.param_ref import ParamRef
+from composable_fsdp.flat.residency import shard_versions
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.runtime.unshard import shard_versions
 from composable_fsdp.tree.root import compare_models, meet_over
 from composable_fsdp.tree.state import _FSDPState
 

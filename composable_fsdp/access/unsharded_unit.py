@@ -92,7 +92,7 @@ class UnshardedUnit:
             parameters[name] = made[id(sharded)]
         # Modules inside the unit may be called on full parameters.
         part_guards.allow_part_calls(handle)
-        residency.show_copies(handle)
+        residency.move(handle, residency.COPIES_SHOWN)
         self.versions = [*map(version_of, self.leaves)]
 
     def _lay_leaves(self) -> None:
@@ -105,11 +105,7 @@ class UnshardedUnit:
             pieces += parts
             if made:
                 handle.block_leaves += full_leaves(
-                    region.layout,
-                    parts,
-                    region.leaves,
-                    handle.layout.forms,
-                    [leaf.requires_grad for leaf in region.leaves],
+                    region.layout, parts, region.leaves, handle.layout.forms
                 )
         self.leaves = handle.block_leaves
         for leaf, piece, own in zip(self.leaves, pieces, handle.leaves, strict=True):

@@ -22,8 +22,8 @@ from composable_fsdp.flat.build_region import (
     fills_of,
     full_leaves,
     make_full,
-    make_pieces,
 )
+from composable_fsdp.flat.gather_sources import EncodedShards, Pieces
 from composable_fsdp.flat.handle import (
     FlatParamHandle,
     FullForm,
@@ -33,7 +33,7 @@ from composable_fsdp.flat.handle import (
     UnitLayout,
     remember_leaves,
 )
-from composable_fsdp.flat.memory import Pieces
+from composable_fsdp.flat.memory import GatherSource
 from composable_fsdp.flat.param_form import NO_FORMS, Forms
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.flat.region import (
@@ -234,18 +234,11 @@ def _reduced_together(
     trainable: tuple[TrainableRegion, ...],
 ) -> tuple[tuple[TrainableRegion, ...], ...]:
     """Return the trainable regions with elements, grouped by reduce dtype."""
-    # The common case reuses the tuple: fewer objects for the garbage collector.
-    if len(trainable) == 1 and trainable[0].layout.padded_numel:
-        return (trainable,)
-    dtypes = {
-        region: region.reduce.buffer.dtype
-        for region in trainable
-        if region.layout.padded_numel
-    }
-    return tuple(
-        tuple(r for r, dtype in dtypes.items() if dtype is each)
-        for each in dict.fromkeys(dtypes.values())
-    )
+    by_dtype: dict[torch.dtype, list[TrainableRegion]] = {}
+    for region in trainable:
+        if region.layout.padded_numel:
+            by_dtype.setdefault(region.reduce.buffer.dtype, []).append(region)
+    return tuple(map(tuple, by_dtype.values()))
 
 
 def _placed(
@@ -267,7 +260,7 @@ def make_form(
     unreadable: tuple[int, ...] | None = None,
     *,
     full_precision: bool = False,
-    pieces: Pieces | None = None,
+    source: GatherSource | None = None,
 ) -> FullForm:
     """Return the full form over the regions' full buffers and leaves."""
     if unreadable is None:
@@ -287,18 +280,19 @@ def make_form(
             for wire, full in zip(wires, fulls, strict=True)
         ]
     leaves = [r.full.leaves for r in layout.regions]
-    if pieces is None and not layout.on_meta:
-        pieces = make_pieces(layout.plan, gathering)
+    if source is None and any(wires):
+        source = EncodedShards()
+    elif source is None and layout.plan.piece_ranks and not layout.on_meta:
+        source = Pieces(layout.plan, gathering)
     return FullForm(
         full_precision,
         _placed(layout.regions, layout.places, leaves),
         (outputs, inputs),
         fulls,
-        fills_of(gathering, pieces),
+        fills_of(gathering),
         bool(gathering),
         unreadable,
-        wired=any(wires),
-        pieces=pieces,
+        source=source,
     )
 
 
@@ -320,12 +314,7 @@ def set_divisions(handle: FlatParamHandle) -> None:
         and handle.groups.can_average
         and not rule.force_sum
     )
-    shards = handle.groups.reduced_shards
     for region in handle.layout.trainable:
-        if shards > 1:
-            at, size = region.rank % shards, region.layout.shard_numel
-            region.reduce.shards = shards
-            region.reduce.own = slice(at * size, (at + 1) * size)
         dtype = region.reduce.buffer.dtype
         region.reduce.division = division(rule, dtype, ranks=ranks, can_average=average)
 
@@ -336,8 +325,8 @@ def switch_form(handle: FlatParamHandle) -> bool:
     form, other = handle.form, handle.other_form
     form.readable = None  # autograd must not read leaves that are put aside
     made = other is None
+    form.regions = tuple([region.full for region in handle.layout.regions])
     if other is None:
-        form.regions = tuple([region.full for region in handle.layout.regions])
         # The buffers outlive the caller's inference mode, so they must not be inference
         # tensors.
         with torch.inference_mode(False), torch.no_grad():
@@ -353,10 +342,10 @@ def switch_form(handle: FlatParamHandle) -> bool:
                     forms=handle.layout.forms,
                 )
         other = make_form(handle.layout, form.unreadable, full_precision=True)
-        other.regions = tuple([region.full for region in handle.layout.regions])
     else:
         for region, full in zip(handle.layout.regions, other.regions, strict=True):
             region.full = full
+        other.regions = ()
     handle.form, handle.other_form = other, form
     return made
 
@@ -373,7 +362,6 @@ def renew_full_leaves(
             compute_views(layout, full.buffer),
             region.leaves,
             handle.layout.forms,
-            [layout.trainable] * len(full.leaves),
         )
         found += zip(full.leaves, made, region.leaves, strict=True)
         region.full = full._replace(leaves=tuple(made))
@@ -383,8 +371,6 @@ def renew_full_leaves(
         handle.layout,
         form.unreadable,
         full_precision=form.full_precision,
-        pieces=form.pieces,
+        source=form.source,
     )
-    if form.regions:
-        handle.form.regions = tuple([region.full for region in handle.layout.regions])
     return found

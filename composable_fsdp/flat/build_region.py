@@ -20,7 +20,6 @@ from composable_fsdp.flat.region import (
 )
 from composable_fsdp.planning.layout import RegionLayout, ShardCuts
 from composable_fsdp.planning.options import Dtypes
-from composable_fsdp.planning.unit_plan import UnitPlan
 
 _is_meta = attrgetter("is_meta")
 
@@ -161,7 +160,7 @@ def make_full(
         own_slice = buffer[start : start + layout.shard_numel]
     own_parts = () if own_slice is None else _own_parts(layout, own_slice, rank)
     parts = compute_views(layout, buffer)
-    made = full_leaves(layout, parts, leaves, forms, [layout.trainable] * len(leaves))
+    made = full_leaves(layout, parts, leaves, forms)
     if is_cut:
         # Views can be created only while the storage has memory. The views stay valid
         # when the storage is resized to 0.
@@ -226,16 +225,19 @@ def _own_parts(
 
 
 def fills_of(
-    regions: Sequence[FlatParameter], pieces: memory.Pieces | None
+    regions: Sequence[FlatParameter], pieces: Sequence[Tensor] | None = None
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return pairs of a part of ``full``, or of a piece, and of the shard with it."""
+    """Return pairs of a part of ``full``, and of the shard with the values.
+
+    With this rank's slices of ``pieces``, pairs of a part of these.
+    """
     made: list[tuple[Tensor, Tensor]] = []
     for at, region in enumerate(regions):
         own, parts = region.full.own_slice, region.full.own_parts
         if own is None:
             continue
-        if pieces is not None and pieces.at_rest:
-            own = pieces.inputs[at]
+        if pieces is not None:
+            own = pieces[at]
             parts = _own_parts(region.layout, own, region.rank)
         # A copy per parameter, because each has strides of its own.
         views, _ = shard_views(region.cuts, region.shard) if parts else ((), ())
@@ -243,45 +245,17 @@ def fills_of(
     return tuple(made)
 
 
-def make_pieces(
-    plan: UnitPlan, regions: Sequence[FlatParameter]
-) -> memory.Pieces | None:
-    """Return the pieces of the full buffers of ``regions`` that stay, if any."""
-    ranks = plan.piece_ranks
-    if not ranks or not regions:
-        return None
-    made = memory.Pieces(plan.has_rest, [], [], [])
-    for region in regions:
-        shards, numel = region.layout.world_size // ranks, region.layout.shard_numel
-        # The buffers outlive an inference mode of the caller.
-        buffer = memory.new_buffer(
-            shards * numel, region.full.buffer.dtype, region.device
-        )
-        number, own = divmod(region.rank, shards)
-        made.buffers.append(buffer)
-        made.starts.append(number * buffer.numel())
-        made.inputs.append(region.shard)
-        if region.full.own_slice is not None:
-            with memory.outside_inference():
-                made.inputs[-1] = buffer[own * numel : (own + 1) * numel]
-        memory.free(buffer)
-    return made
-
-
 def full_leaves(
     layout: RegionLayout,
     parts: Sequence[Tensor],
     leaves: Sequence[nn.Parameter],
     forms: Forms,
-    trainable: Sequence[bool],
 ) -> list[nn.Parameter]:
     """Return the full leaves of a region, each in the form of its parameter."""
     if not forms:  # saves a call per parameter
-        return plain_leaves(parts, leaves, trainable)
+        return plain_leaves(parts, leaves, trainable=layout.trainable)
     return [
         # By index and not by name: a unit may hold a name twice.
-        forms[slot.index].full_leaf(part, leaf, trainable=trains)
-        for slot, part, leaf, trains in zip(
-            layout.parameters, parts, leaves, trainable, strict=True
-        )
+        forms[slot.index].full_leaf(part, leaf, trainable=layout.trainable)
+        for slot, part, leaf in zip(layout.parameters, parts, leaves, strict=True)
     ]

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat.gradients import (
+    are_cleared,
+    new_shard,
     note_shown,
     own_gradients,
     ready_gradient,
@@ -62,17 +64,28 @@ def flat_of(handle: FlatParamHandle, region: FlatParameter) -> nn.Parameter:
         with torch.inference_mode(False), torch.no_grad():
             flat = nn.Parameter(region.shard)
             rebind_flat_parameter(handle, region, flat)
-            if any(leaf.grad is not None for leaf in region.leaves):
-                ready_gradient(region, settled=_is_settled(handle))
-                # Temporarily unset, so that ``own_gradients`` collects the gradients of
-                # the leaves.
-                region.flat = None
-                own_gradients(region)
-                for leaf in region.leaves:
-                    leaf.grad = None
-                region.flat, flat.grad = flat, region.gradient.shard
+            if not are_cleared(region.leaves):
+                flat.grad = _taken_from_leaves(region)
     assert region.flat is not None
     return region.flat
+
+
+def _taken_from_leaves(region: FlatParameter) -> Tensor:
+    """Return the gradients of the leaves as one, of which these have none any more."""
+    # In memory of its own: a user may hold the gradients, and a reduction may be
+    # writing into the flat gradient.
+    taken = new_shard(
+        region.layout.shard_numel,
+        region.gradient.dtype,
+        region.device,
+        offload=region.offload,
+    ).zero_()
+    views, _ = shard_views(region.cuts, taken)
+    for leaf, view in zip(region.leaves, views, strict=True):
+        if leaf.grad is not None and view.numel():
+            view.copy_(leaf.grad)
+        leaf.grad = None
+    return taken
 
 
 def rebind_flat_parameter(

@@ -90,7 +90,7 @@ def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
     """Create the flat gradient, unless leaves show parts of the existing one."""
     # In the steady state the forward has released the flat gradient (``free_cleared``),
     # and the leaves are not examined.
-    may_go = region.gradient.shard is not None and settled and region.host_copy is None
+    may_go = region.gradient.shard is not None and settled and not region.host_copies
     # A new flat gradient, and not the old memory: a user who kept a reference to an old
     # ``.grad`` must keep the values, as with plain autograd.
     if may_go and (are_cleared(region.graded) or not views_are_intact(region)):
@@ -196,40 +196,9 @@ def add_to_each(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
 
 @torch.no_grad()
 def own_gradients(region: FlatParameter) -> None:
-    """Make ``gradient.shard`` hold and show all gradients, and zeros elsewhere."""
-    if region.flat is not None:
-        _own_flat_gradient(region, region.flat)
-        return
-    gradients = [leaf.grad for leaf in region.leaves]
-    if any(
-        shown and gradient is not view
-        for gradient, view, shown in zip(
-            gradients, region.gradient.views, region.gradient.shown, strict=True
-        )
-    ):
-        # A view that was shown and is not ``.grad`` any more may be held by a user.
-        make_grad_shard(region)
-    stale = list(region.gradient.gaps)
-    for leaf, gradient, view in zip(
-        region.leaves, gradients, region.gradient.views, strict=True
-    ):
-        if view is None:
-            # The leaf has no element on this rank, but a user has set ``.grad``.
-            leaf.grad = None
-        elif gradient is None:
-            stale.append(view)
-        elif gradient is not view:
-            # A tensor of the user: the values continue in the flat gradient.
-            view.copy_(gradient)
-            leaf.grad = view
-    note_shown(region, bytes([each is not None for each in gradients]))
-    if stale:
-        torch._foreach_zero_(stale)
-
-
-def _own_flat_gradient(region: FlatParameter, flat: nn.Parameter) -> None:
-    """Apply ``own_gradients`` to a region whose flat parameter shows the gradient."""
-    earlier = flat.grad
+    """Make ``gradient.shard`` hold ``.grad`` of the flat parameter, else zeros."""
+    assert region.flat is not None
+    earlier = region.flat.grad
     if earlier is not region.gradient.shard:
         # A user may hold a view, whose values must not change.
         if 1 in region.gradient.shown:
@@ -256,8 +225,7 @@ def show_on_leaves(
             if hit and leaf._post_accumulate_grad_hooks
         ]
     leaves, views = region.leaves, region.gradient.views
-    if region.gradient.shown != arrived:
-        note_shown(region, arrived)
+    note_shown(region, arrived)
     if 0 in arrived:
         leaves = tuple(compress(leaves, arrived))
         views = tuple(compress(views, arrived))
@@ -276,8 +244,11 @@ def show_on_leaves(
 
 def note_shown(region: FlatParameter, parts: bytes) -> None:
     """Record that the views of the parameters flagged in ``parts`` are shown."""
-    if region.gradient.shown != parts:
-        region.gradient.shown = bytes(map(or_, region.gradient.shown, parts))
+    gradient = region.gradient
+    if gradient.shown is gradient.unshown:
+        gradient.shown = parts
+    elif gradient.shown != parts:
+        gradient.shown = bytes(map(or_, gradient.shown, parts))
 
 
 def allocate_reduce(handle: FlatParamHandle, owner: torch.cuda.Stream | None) -> None:

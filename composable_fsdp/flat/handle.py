@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm.device import Waitable, make_events
 from composable_fsdp.comm.groups import Groups
-from composable_fsdp.flat.memory import FullMemory, Pieces
+from composable_fsdp.flat.memory import FullMemory, GatherSource
 from composable_fsdp.flat.param_form import Forms
 from composable_fsdp.flat.reduce_rule import ReduceRule
 from composable_fsdp.flat.region import FlatParameter, FullBuffer, TrainableRegion
@@ -59,8 +59,6 @@ class FullForm:
     # Version counters decide which leaves autograd may read (``flat.residency``).
     unreadable: tuple[int, ...]
     """Versions of the leaves in ``placed`` while autograd must not read the leaves."""
-    wired: bool = False
-    """Whether a region is encoded before the all-gather, and decoded afterwards."""
     readable: tuple[int, ...] | None = None
     """The same while autograd may read the leaves; ``None`` while it must not."""
     handed: Callable[[FlatParamHandle], bool] | None = None
@@ -70,11 +68,11 @@ class FullForm:
     accumulators: tuple[Any, ...] = ()
     """AccumulateGrad nodes of the trainable full leaves."""
     regions: tuple[FullBuffer, ...] = ()
-    """The full buffer of each region, once the unit has two forms."""
+    """The full buffer of each region while the other form is current."""
     slot: FullMemory | None = None
     """Where the full leaves lie, if not in storages of their own."""
-    pieces: Pieces | None = None
-    """What is kept of the full buffers while these are freed, if anything."""
+    source: GatherSource | None = None
+    """What an all-gather reads, if not the shards or this rank's slices."""
 
 
 @dataclass(slots=True)
@@ -173,7 +171,7 @@ class ShardWrites:
     """Allows autograd to read the full leaves: ``flat.residency.make_readable``, or its
     counterpart for a unit with ``flat_parameters``."""
     gathered_at: tuple[int, ...] | None = None
-    """``runtime.unshard.shard_versions`` at the last all-gather, which show later
+    """``flat.residency.shard_versions`` at the last all-gather, which show later
     writes. Empty before the first; ``None`` as long as the unit is never kept full."""
     steps: int = 0
     """Optimizer steps over the unit's leaves since counting began."""

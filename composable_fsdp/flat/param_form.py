@@ -42,7 +42,7 @@ class ParamForm:
         self, part: Tensor, leaf: nn.Parameter, *, trainable: bool
     ) -> nn.Parameter:
         """Return the parameter that compute sees over the memory of ``part``."""
-        return plain_leaves([part], [leaf], [trainable])[0]
+        return plain_leaves([part], [leaf], trainable=trainable)[0]
 
     def shown(self, local: Tensor) -> Tensor:
         """Return ``local`` in the class that compute sees, over the same memory."""
@@ -71,19 +71,19 @@ PLAIN = ParamForm()
 
 
 def plain_leaves(
-    parts: Sequence[Tensor], leaves: Sequence[nn.Parameter], trainable: Sequence[bool]
+    parts: Sequence[Tensor], leaves: Sequence[nn.Parameter], *, trainable: bool
 ) -> list[nn.Parameter]:
     """Make ``parts`` parameters, of the classes and attributes of ``leaves``."""
     made: list[Any] = [*parts]
-    for index, (leaf, trains) in enumerate(zip(leaves, trainable, strict=True)):
+    for index, leaf in enumerate(leaves):
         each = made[index]
         if type(leaf) is nn.Parameter:
             # Torch's lazy parameters change their class in the same way.
             # ``nn.Parameter(part)`` would create one more tensor.
             each.__class__ = nn.Parameter
-            each.requires_grad = trains
+            each.requires_grad = trainable
         else:
-            each = torch.Tensor._make_subclass(type(leaf), each, trains)
+            each = torch.Tensor._make_subclass(type(leaf), each, trainable)
             made[index] = each
         # Shared, so that an attribute that a user sets on either is visible on both.
         each.__dict__ = leaf.__dict__

@@ -105,7 +105,7 @@ class ReduceBuffer:
     # ``Any``: the class is in ``flat.handle``.
     progress: Any = None
     """The ``BackwardProgress`` of the graph task whose gradients are as usual: each was
-    announced, trains, and will be reduced; else None."""
+    announced, is a plain tensor, and will be reduced; else None."""
     owner: Callable[[], Any] = no_owner
     """Weak reference to the unit's state, for the hooks of the full leaves."""
     division: Division = NO_DIVISION
@@ -117,21 +117,6 @@ class ReduceBuffer:
     the all-reduce over the replicate group; ``None`` if none wait."""
     temporary: Tensor | None = None
     """Output of a reduction that cannot write into the flat gradient."""
-    shards: int = 1
-    """Number of shards in the output of a reduction."""
-    own: slice | None = None
-    """This rank's shard in the output, if there are several."""
-
-
-@dataclass(slots=True)
-class HostCopy:
-    """A device-to-host copy into the flat gradient that is in flight."""
-
-    arrived: bytearray
-    """Per parameter, 1 if the parameter gets a gradient."""
-    owned: dict[int, Tensor]
-    """By index of the parameter, gradients that are tensors of the user and no views of
-    the flat gradient."""
 
 
 class FlatParameter:
@@ -145,7 +130,7 @@ class FlatParameter:
         "full",
         "graded",
         "gradient",
-        "host_copy",
+        "host_copies",
         "layout",
         "leaves",
         "offload",
@@ -192,8 +177,9 @@ class FlatParameter:
         self.show = show
         """Gives reduced gradients to the leaves (``gradients.show_on_leaves``) or to
         ``flat`` (``user_hooks.show_on_flat``)."""
-        self.host_copy: HostCopy | None = None
-        """Offloaded units only: the copy in flight into the flat gradient."""
+        self.host_copies: list[tuple[Tensor | None, bytes]] = []
+        """Offloaded units only: sums that are being copied to the host (None: into the
+        flat gradient), and, per parameter, 1 if it gets a gradient."""
 
     @property
     def absent(self) -> tuple[int, ...]:

@@ -56,6 +56,13 @@ have 32 bits."""
 _given = 0
 
 
+def move(handle: FlatParamHandle, then: Residency) -> None:
+    """Mark the unit as ``then``: a move with which no memory and no module changes."""
+    if then not in handle.residency.followers:
+        raise illegal_move(handle.name, handle.residency, then)
+    handle.residency = then
+
+
 def allocate_full(handle: FlatParamHandle) -> None:
     """Allocate every ``full`` on the current stream, for an all-gather to fill."""
     if GATHERING not in handle.residency.followers:
@@ -69,20 +76,6 @@ def allocate_full(handle: FlatParamHandle) -> None:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
     handle.residency = GATHERING
-
-
-def gather_again(handle: FlatParamHandle) -> None:
-    """Take back a unit that waits to be freed, for an all-gather into its memory."""
-    if handle.residency is not FREE_PENDING:
-        raise illegal_move(handle.name, handle.residency, GATHERING)
-    handle.residency = GATHERING
-
-
-def hold_full(handle: FlatParamHandle) -> None:
-    """Mark a unit whose full parameters need no all-gather as filled."""
-    if HIDDEN not in handle.residency.followers:
-        raise illegal_move(handle.name, handle.residency, HIDDEN)
-    handle.residency = HIDDEN
 
 
 def use_full(handle: FlatParamHandle) -> None:
@@ -105,13 +98,6 @@ def use_full(handle: FlatParamHandle) -> None:
     deque(map(OrderedDict.pop, guards.tables, repeat(REFUSE), repeat(None)), 0)
     guards.open = True
     handle.residency = UNSHARDED
-
-
-def show_copies(handle: FlatParamHandle) -> None:
-    """Mark that the modules show copies of the full parameters, over other buffers."""
-    if COPIES_SHOWN not in handle.residency.followers:
-        raise illegal_move(handle.name, handle.residency, COPIES_SHOWN)
-    handle.residency = COPIES_SHOWN
 
 
 def use_sharded(handle: FlatParamHandle) -> None:
@@ -152,8 +138,8 @@ def free_full(handle: FlatParamHandle) -> None:
     """Free the memory of every ``full``."""
     if SHARDED not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, SHARDED)
-    if handle.form.pieces is not None:
-        handle.form.pieces.before_free(handle.form.fulls)
+    if handle.form.source is not None:
+        handle.form.source.before_free(handle)
     # The sharded leaves are registered already: a kernel that reads a freed leaf
     # crashes.
     if handle.form.readable is not None:  # ``make_unreadable``, inlined
@@ -179,15 +165,8 @@ def leave_full(handle: FlatParamHandle) -> None:
     gathered, fulls = handle.form.gather_lists[0], handle.form.fulls
     for region in handle.layout.regions:
         full = region.full
-        if (wire := full.wire) is not None:
-            # The backend writes into the encoded values alone.
-            if memory.is_allocated(wire.buffer):
-                fresh = memory.leave(wire.buffer, [wire.own])
-                memory.free(fresh)
-                old, wire.buffer = wire.buffer, fresh
-                gathered[:] = [fresh if each is old else each for each in gathered]
-            continue
-        if not full.is_cut or not memory.is_allocated(full.buffer):
+        # With a wire format the backend has written into the encoded values alone.
+        if full.wire or not full.is_cut or not memory.is_allocated(full.buffer):
             continue
         views = [] if full.own_slice is None else [full.own_slice, *full.own_parts]
         fresh = memory.leave(full.buffer, [*views, *map(local_of, full.leaves)])
@@ -197,27 +176,14 @@ def leave_full(handle: FlatParamHandle) -> None:
         for listed in (gathered, fulls):
             listed[:] = [fresh if each is full.buffer else each for each in listed]
         region.full = full._replace(buffer=fresh)
-    if handle.form.regions:
-        handle.form.regions = tuple([region.full for region in handle.layout.regions])
     if handle.form.slot is not None:
         handle.form.slot.leave()
 
 
 def defer_free(handle: FlatParamHandle) -> None:
     """Mark a unit whose memory is freed later, behind its last reader on the GPU."""
-    if FREE_PENDING not in handle.residency.followers:
-        raise illegal_move(handle.name, handle.residency, FREE_PENDING)
-    if handle.form.readable is not None:  # ``make_unreadable``, inlined
-        set_versions(handle.form.placed, handle.form.unreadable)
-        handle.form.readable = None
-    handle.residency = FREE_PENDING
-
-
-def drop_full(handle: FlatParamHandle) -> None:
-    """Give up the values of every ``full`` and keep the memory, if there is any."""
-    if SHARDED not in handle.residency.followers:
-        raise illegal_move(handle.name, handle.residency, SHARDED)
-    handle.residency = SHARDED
+    move(handle, FREE_PENDING)
+    make_unreadable(handle)
 
 
 def unreadable_versions(number: int) -> tuple[int, ...]:
@@ -418,6 +384,15 @@ def start_counting_steps() -> None:
     # Without kept units the counts are not needed, and steps skip the counting.
     global _watching
     _watching = True
+
+
+def shard_versions(handle: FlatParamHandle) -> tuple[int, ...]:
+    """Return the step count of the unit and the version of each sharded parameter."""
+    # Optimizer steps are counted separately: fused kernels do not change the versions,
+    # and a rank without elements of the unit sees no write.
+    start_counting_steps()
+    flats = handle.writes.flat_parameters
+    return (handle.writes.steps, *(x._version for x in (*handle.leaves, *flats)))
 
 
 def is_counting_steps() -> bool:

@@ -24,7 +24,7 @@ from composable_fsdp.flat import residency
 from composable_fsdp.flat.gradients import has_arrived
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import times_replaced
-from composable_fsdp.flat.residency import count_step, is_counting_steps
+from composable_fsdp.flat.residency import count_step, is_counting_steps, shard_versions
 from composable_fsdp.naming import listed
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import (
@@ -39,7 +39,6 @@ from composable_fsdp.optim.step_checks import (
     steps_on_full_params,
 )
 from composable_fsdp.phases import BACKWARD_PRE
-from composable_fsdp.runtime.unshard import shard_versions
 from composable_fsdp.state_dict.dcp_caller import is_state_init_step
 
 _LOOKED_AT = 2

@@ -324,14 +324,14 @@ def earlier_forward(what: str) -> PhaseError:
 # method of a weak reference to the region.
 @cache
 def make_grad_hook(
-    index: int, form: ParamForm | None = None
+    index: int, param_form: ParamForm | None = None
 ) -> Callable[[weakref.ref[TrainableRegion], Tensor], None]:
     """Return the post-accumulate-grad hook of full parameter ``index`` of a region."""
 
     def arrive(link: weakref.ref[TrainableRegion], leaf: Tensor) -> None:
         region, gradient = link(), leaf.grad
         if region is None or gradient is None:
-            _arrive(region, index, leaf, form)
+            _arrive(region, index, leaf, param_form)
             return
         reduce = region.reduce
         progress = reduce.progress
@@ -340,9 +340,10 @@ def make_grad_hook(
             or progress.task != current_task()
             or reduce.arrived[index]
             or gradient.requires_grad
+            or not region.leaves[index].requires_grad
         ):
             del gradient
-            _arrive(region, index, leaf, form)
+            _arrive(region, index, leaf, param_form)
             return
         leaf.grad = None
         reduce.waiting[index] = gradient
@@ -357,7 +358,10 @@ def make_grad_hook(
 
 
 def _arrive(
-    region: TrainableRegion | None, index: int, leaf: Tensor, form: ParamForm | None
+    region: TrainableRegion | None,
+    index: int,
+    leaf: Tensor,
+    param_form: ParamForm | None,
 ) -> None:
     """Take a gradient that no pre-backward of the graph task announced as usual."""
     unit: _FSDPState | None = None if region is None else region.reduce.owner()
@@ -376,8 +380,8 @@ def _arrive(
         leaf.grad = None
         if gradient.requires_grad:  # with create_graph
             gradient = gradient.detach()
-        if form is not None:
-            gradient = form.gradient(gradient)
+        if param_form is not None:
+            gradient = param_form.gradient(gradient)
         if handle.backward.task != task or not handle.reduction.due:
             _on_unexpected_grad(unit, handle)
         if reduce.arrived[index]:

@@ -43,7 +43,6 @@ from composable_fsdp.runtime.recover import (
 from composable_fsdp.runtime.threads import runs_elsewhere
 from composable_fsdp.runtime.unshard import (
     drop_unused,
-    hold_for_backward,
     prefetch_forward,
     reshard,
     unshard,
@@ -281,7 +280,8 @@ def end_unit_forward(
     if state.settings.reshard_after_forward or not awaited:
         reshard(context, handle)
     elif handle.residency is UNSHARDED:
-        hold_for_backward(handle)
+        residency.use_sharded(handle)
+        handle.kept_full = False
 
 
 def _end_outermost(context: RuntimeContext, *, awaited: bool) -> None:

@@ -7,6 +7,7 @@ backward raises, the engine drops ``TaskEnd`` uncalled, which marks the task as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -31,7 +32,6 @@ from composable_fsdp.flat.handle import (
     FlatParamHandle,
 )
 from composable_fsdp.flat.param_ref import place_path
-from composable_fsdp.flat.region import trains_of
 from composable_fsdp.flat.residency import SHARDED, find_unreadable, find_written
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import BACKWARD_PRE, SUMMON, Phase
@@ -78,27 +78,28 @@ def run_backward(
     Raises: PhaseError, naming a parameter that the graph reads while it is sharded.
     """
     global _other_requests
+    # ``args``: grad_outputs, retain_graph, create_graph, inputs.
+    of_others = len(args) > 3 and bool(args[3])
+    if of_others:
+        # A sharded parameter, or a flat parameter.
+        ids = set(map(id, args[3]))
+        if ids & LEAVES.keys() or ids & FLAT_PARAMS.keys():
+            run, of_others = partial(of_parameters, run), False
     thread = get_ident()
     BACKWARDS[thread] = BACKWARDS.get(thread, 0) + 1
+    _other_requests += of_others
     try:
-        # ``args``: grad_outputs, retain_graph, create_graph, inputs.
-        if len(args) > 3 and args[3]:
-            # A sharded parameter, or a flat parameter.
-            ids = set(map(id, args[3]))
-            if ids & LEAVES.keys() or ids & FLAT_PARAMS.keys():
-                return of_parameters(run, outputs, *args, **kwargs)
-            _other_requests += 1
-            try:
-                return run(outputs, *args, **kwargs)
-            finally:
-                _other_requests -= 1
         return run(outputs, *args, **kwargs)
     except RuntimeError as error:
-        name = find_unreadable(str(error))
-        if name is None:
-            written = find_written(str(error))
-            if not written:
-                raise
+        if (read := find_unreadable(str(error))) is not None:
+            raise PhaseError(
+                f"Backward needs parameter {read} while it is sharded: it came to the "
+                "parameter's unit through a tensor that the unit's forward did not "
+                "return, or after the unit had given its weights up. Return the tensor "
+                "from the forward (an auxiliary loss as a second output), or keep it "
+                "on an attribute of the unit's module from the first forward on."
+            ) from error
+        if written := find_written(str(error)):
             raise PhaseError(
                 "Backward needs a tensor as it was in the forward, and it was written "
                 f"to since. Parameter {' or '.join(written[:4])} was: an optimizer "
@@ -106,14 +107,9 @@ def run_backward(
                 "between the forward and its backward. Run backward before. torch "
                 f"says: {error}"
             ) from error
-        raise PhaseError(
-            f"Backward needs parameter {name} while it is sharded: it came to the "
-            "parameter's unit through a tensor that the unit's forward did not return, "
-            "or after the unit had given its weights up. Return the tensor from the "
-            "forward (an auxiliary loss as a second output), or keep it on an "
-            "attribute of the unit's module from the first forward on."
-        ) from error
+        raise
     finally:
+        _other_requests -= of_others
         BACKWARDS[thread] -= 1
         if not BACKWARDS[thread]:
             del BACKWARDS[thread]
@@ -127,7 +123,8 @@ def parameters_not_requested() -> bool:
 def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     """Add the unit to graph task ``task``; the end of the task will finish the unit."""
     if state.handle.phase is SUMMON:
-        raise inside_block(context, f"Backward of {state.name}")
+        assert context.summoned is not None
+        raise context.summoned.refusal(f"Backward of {state.name} was called")
     if task not in context.tasks:
         if context.dead:
             reset_failed_graph_tasks(context)
@@ -144,12 +141,6 @@ def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> 
         context.tasks[task] = []
         _engine.queue_callback(TaskEnd(context, task))
     context.tasks[task].append(state)
-
-
-def inside_block(context: RuntimeContext, call: str) -> PhaseError:
-    """Return the error of a ``call`` while ``context.summoned`` refuses it."""
-    assert context.summoned is not None
-    return context.summoned.refusal(f"{call} was called")
 
 
 def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -> None:
@@ -170,11 +161,10 @@ def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -
     handle.backward = progress
     if pending:
         handle.reduction.due = True
+    # A leaf with a form has a gradient of another class.
+    usual = None if handle.layout.forms else progress
     for region in handle.layout.trainable:
-        # A leaf with a form has a gradient of another class; a parameter that was
-        # frozen since the forward gets none.
-        usual = not handle.layout.forms and all(map(trains_of, region.leaves))
-        region.reduce.progress = progress if usual else None
+        region.reduce.progress = usual
 
 
 def _full_param_requested(handle: FlatParamHandle) -> PhaseError:

@@ -25,22 +25,10 @@ from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
 
-def _run(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> tuple[Any, bool]:
-    """Run ``func`` on plain tensors; mark memory made from meta, and tell if it is."""
-    # Results are plain tensors: only the tensor on meta itself needs the mark.
-    with torch._C.DisableTorchFunctionSubclass():
-        made = func(*args, **(kwargs or {}))
-        # ``to_empty`` allocates by ``torch.empty_like``.
-        is_memory = func is torch.empty_like and not made.is_meta
-        if is_memory:
-            _mark(made)
-    return made, is_memory
+class _Unfilled:
+    """What tensors on meta do: operations make plain tensors, and memory is marked."""
 
-
-class UnfilledBuffer(Tensor):
-    """A buffer on meta, of which operations make plain tensors."""
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(
@@ -50,33 +38,30 @@ class UnfilledBuffer(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _run(func, args, kwargs)[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **(kwargs or {}))
+            # ``to_empty`` allocates by ``torch.empty_like``.
+            if func is torch.empty_like and not made.is_meta:
+                _mark(made)
+                if issubclass(cls, nn.Parameter):
+                    WatchedShard.watch(made, Draws(made.as_subclass(Tensor), args[0]))
+        return made
+
+
+class UnfilledBuffer(_Unfilled, Tensor):
+    """A buffer on meta."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = made = as_unfilled(torch.empty_like(self))
         return made
 
 
-class UnfilledParameter(nn.Parameter):
+class UnfilledParameter(_Unfilled, nn.Parameter):
     """A sharded parameter on meta. Memory made from it is a ``WatchedShard``."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        made, is_memory = _run(func, args, kwargs)
-        if is_memory:
-            with torch._C.DisableTorchFunctionSubclass():
-                WatchedShard.watch(made, Draws(made.as_subclass(Tensor), args[0]))
-        return made
 
 
 class Draws:
-    """The last writes into the memory of a shard."""
+    """What was written into the memory of a shard."""
 
     __slots__ = ("drawn", "name", "shape", "values")
 
@@ -86,18 +71,15 @@ class Draws:
         self.name = "" if ref is None else ref.name
         self.shape = () if ref is None else ref.shape
         """The shape of the whole parameter."""
-        self.drawn = 0
-        """``digest_of_start`` of random numbers; 0 if the last numbers are others, or
-        too few to tell."""
+        self.drawn = False
+        """Whether random numbers were drawn, and not all were overwritten since."""
 
     def note(self, func: str, tensor: Tensor) -> None:
         """Note that ``func`` has run on ``tensor``, the shard or a view of it."""
         if func in _RANDOM:
-            self.drawn = digest_of_start(self.values)
-        elif self.drawn and func.endswith("_") and func not in _READS:
-            # ``trunc_normal_`` and a zero row for padding change drawn numbers.
-            is_whole = func in _OVERWRITES and tensor.numel() == self.values.numel()
-            self.drawn = 0 if is_whole else digest_of_start(self.values)
+            self.drawn = True
+        elif func in _OVERWRITES and tensor.numel() == self.values.numel():
+            self.drawn = False
 
 
 _RANDOM = frozenset(
@@ -114,7 +96,6 @@ _RANDOM = frozenset(
     )
 )
 _OVERWRITES = frozenset(("copy_", "fill_", "zero_", "set_", "constant_"))
-_READS = frozenset(("requires_grad_", "__get__", "__len__"))
 
 
 class WatchedShard(Tensor):
@@ -197,8 +178,9 @@ def end_watch(state: _FSDPState) -> None:
         shown: Any = table.get(key)
         kind = type(shown)
         if kind is WatchedShard:
-            if shown.draws.drawn:
-                state.initial.drawn[place.slot_index] = shown.draws.drawn
+            # Only now: ``trunc_normal_`` and a zero row for padding change numbers.
+            if shown.draws.drawn and (digest := digest_of_start(shown.draws.values)):
+                state.initial.drawn[place.slot_index] = digest
             shown.__class__ = nn.Parameter
             del shown.draws, shown._is_param
         elif kind is UnfilledParameter and not shown.is_meta:

@@ -1,70 +1,57 @@
 """Copies of gradients to the host, for units with offloaded shards.
 
-A copy is ordered by the reduce stream only (of hybrid units the all-reduce stream): the
-parameters have no ``.grad`` until the host has waited, once, at the end of backward,
-and the host accesses the flat gradient only before the first copy of a backward.
+A copy is ordered by the reduce stream only (of hybrid units the all-reduce stream): no
+parameter shows it until the host has waited, once, at the end of backward. Then the
+copied sums become ``.grad``, as those of other units do at once.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
 
 from torch import Tensor, nn
 
 from composable_fsdp.comm.device import copy_async
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.gradients import note_shown, own_gradients
+from composable_fsdp.flat.gradients import are_cleared, new_shard
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import FlatParameter, HostCopy
-from composable_fsdp.flat.user_hooks import call_post_hooks, show_on_flat
+from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.user_hooks import call_post_hooks
 from composable_fsdp.tree.state import RuntimeContext
 
 
 def start_d2h_grad_copies(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
-    """Copy ``sums`` to ``gradient.shard`` on the host, added to earlier gradients."""
-    copy = region.host_copy
-    if copy is None:
-        copy = region.host_copy = _take_gradients(region)
-    grad_shard = region.gradient.shard
-    assert grad_shard is not None
-    if any(copy.arrived):
+    """Copy ``sums``, added to earlier gradients, to the host."""
+    apart, into = None, region.gradient.shard
+    assert into is not None
+    if _shows_flat_gradient(region):
         # Earlier gradients are added on the device, where the stream orders both
         # operands. Temporary tensors are allocated and freed on that stream, so
         # their memory is reused only after the copy.
-        earlier = memory.new_buffer(sums.numel(), grad_shard.dtype, sums.device)
-        copy_async(earlier, grad_shard)
+        earlier = memory.new_buffer(sums.numel(), into.dtype, sums.device)
+        copy_async(earlier, into)
         sums = earlier.add_(sums)
-    # The flat gradient is pinned, because a copy to pageable memory would be
-    # synchronous. A cleared flat gradient is allocated anew from torch's cache of
-    # pinned memory.
-    copy_async(grad_shard, sums)
-    for index, hit in enumerate(arrived):
-        if hit:
-            copy.arrived[index] = 1
-
-
-def _take_gradients(region: FlatParameter) -> HostCopy:
-    """Move gradients into the flat gradient, for a copy that adds to them."""
-    if region.flat is not None:
-        held = bytearray([region.flat.grad is not None]) * len(region.leaves)
-        if any(held):
-            own_gradients(region)
-            region.flat.grad = None
-        return HostCopy(held, {})
-    owned: dict[int, Tensor] = {}
-    held = bytearray(leaf.grad is not None for leaf in region.leaves)
-    if any(held):
-        # Tensors that the user assigned to ``.grad`` stay the gradients: ``_show``
-        # copies the result into these tensors.
-        owned = {
-            i: leaf.grad
-            for i, (leaf, view) in enumerate(
-                zip(region.leaves, region.gradient.views, strict=True)
-            )
-            if leaf.grad is not None and leaf.grad is not view is not None
-        }
-        own_gradients(region)
-        for leaf in region.leaves:
+        for leaf in region.graded:
             leaf.grad = None
-    return HostCopy(held, owned)
+    elif region.host_copies or not are_cleared(region.graded):
+        # Beside gradients of the user, to be added on the host.
+        size, dtype = sums.numel(), sums.dtype
+        apart = into = new_shard(size, dtype, region.device, offload=True)
+    # Pinned memory on both sides: a copy to pageable memory would be synchronous.
+    copy_async(into, sums)
+    region.host_copies.append((apart, arrived))
+
+
+def _shows_flat_gradient(region: FlatParameter) -> bool:
+    """Return whether the flat gradient is ``.grad`` of every leaf, or is to become."""
+    if region.host_copies:
+        return all(apart is None for apart, _ in region.host_copies)
+    gradients = [leaf.grad for leaf in region.graded]
+    shown: Sequence[Tensor | None] = region.gradient.views
+    if region.flat is not None:
+        shown = (region.gradient.shard, *[None] * len(region.leaves))
+    return any(each is not None for each in shown) and all(map(is_, gradients, shown))
 
 
 def finish_d2h_grad_copies(context: RuntimeContext) -> None:
@@ -77,33 +64,11 @@ def finish_d2h_grad_copies(context: RuntimeContext) -> None:
     hooked: list[nn.Parameter] = []
     for handle in context.handles:
         for region in handle.layout.trainable:
-            copy = region.host_copy
-            if copy is not None:
-                region.host_copy = None
-                if region.flat is not None:
-                    show_on_flat(region, None, copy.arrived)
-                else:
-                    hooked += _show(region, copy)
-    call_post_hooks(hooked)
-
-
-def _show(region: FlatParameter, copy: HostCopy) -> list[nn.Parameter]:
-    """Set ``.grad`` and return the parameters whose ``.grad`` was set."""
-    shown = []
-    landed, owned = copy.arrived, copy.owned
-    note_shown(region, bytes(landed))
-    for i, (leaf, view, hit) in enumerate(
-        zip(region.leaves, region.gradient.views, landed, strict=True)
-    ):
-        if not hit:
-            continue
-        if leaf.grad is not None and view is not None:
-            # The loss also used the sharded parameter directly, and autograd has set
-            # ``.grad``.
-            view.add_(leaf.grad)
-        leaf.grad = owned[i].copy_(view) if i in owned and view is not None else view
-        shown.append(leaf)
-    return shown
+            copies, region.host_copies = region.host_copies, []
+            for sums, arrived in copies:
+                hooked += region.show(region, sums, arrived)
+    # Of a unit that has reduced twice, once with the total.
+    call_post_hooks(dict.fromkeys(hooked))
 
 
 def drop_d2h_grad_copies(context: RuntimeContext) -> None:
@@ -113,7 +78,7 @@ def drop_d2h_grad_copies(context: RuntimeContext) -> None:
     context.streams.synchronize()
     for handle in context.handles:
         for region in handle.layout.trainable:
-            region.host_copy = None
+            region.host_copies = []
 
 
 def synchronize_copy_stream(context: RuntimeContext) -> None:

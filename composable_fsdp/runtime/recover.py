@@ -120,8 +120,8 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
 def require_outside_block(context: RuntimeContext, state: _FSDPState) -> None:
     """Raise PhaseError inside ``unshard_params``."""
     if context.summoned is not None:
-        raise graph_task.inside_block(
-            context, f"Forward of fully sharded module {state.name}"
+        raise context.summoned.refusal(
+            f"Forward of fully sharded module {state.name} was called"
         )
 
 
@@ -196,7 +196,7 @@ def require_current_full_params(handle: FlatParamHandle) -> bool:
         # A write that no version shows may come before a forward without a graph, such
         # as averaged weights swapped in through ``.data``.
         return False
-    if handle.writes.gathered_at != unshard.shard_versions(handle):
+    if handle.writes.gathered_at != residency.shard_versions(handle):
         if handle.layout.plan.stays_full:
             return False
         raise PhaseError(
@@ -301,16 +301,15 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
         return
     if context.outermost is not None and not is_live(context):
         recover(context, drop_gradients=False)
+    running = None
     if context.outermost is not None:
+        running = f"the forward of {context.outermost.name}"
+    elif graph_task.current_task() != NO_TASK:
+        running = "backward"
+    if running is not None:
         raise PhaseError(
-            f"{what} was called on {state.name} inside the forward of "
-            f"{context.outermost.name}, where units are full by turns. Call it between "
-            "steps."
-        )
-    if graph_task.current_task() != NO_TASK:
-        raise PhaseError(
-            f"{what} was called on {state.name} inside backward, where units are full "
-            "by turns. Call it after loss.backward() has returned."
+            f"{what} was called on {state.name} inside {running}, where units are full "
+            "by turns. Call it between steps, after loss.backward() has returned."
         )
     if context.summoned is not None:
         raise context.summoned.refusal(f"{what} was called on {state.name}")

@@ -52,9 +52,9 @@ from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad
 from composable_fsdp.runtime.replica_sums import (
     add_partial_sums,
     all_reduce_over_replicas,
+    all_reduce_sums,
     drop_partial_sums,
     hold_partial_sums,
-    replicate,
 )
 from composable_fsdp.tree import moments
 from composable_fsdp.tree.state import Reduction, RuntimeContext
@@ -210,7 +210,7 @@ def _replicate_on_stream(streams: Streams, reduction: Reduction) -> None:
     with streams.on(streams.all_reduce):
         # Not ``wait_stream``: the reduce stream may have been given more by then.
         handle.events.reduce.wait()
-        replicate(handle)
+        all_reduce_sums(handle)
         if handle.layout.offload:
             _apply_reduced_gradients(reduction)
         handle.events.all_reduce.record(streams.all_reduce)
@@ -242,7 +242,7 @@ def finish_reduction(
                 and handle.groups.scatter_ref is not None
                 and handle.rule.hook is None
             ):
-                replicate(handle)
+                all_reduce_sums(handle)
         # Also after Ctrl-C, while the reduction goes on.
         except BaseException:
             leave_reduce(handle)
@@ -307,7 +307,8 @@ def _finish_all_reduce(context: RuntimeContext, reduction: Reduction) -> None:
     try:
         if handle.layout.offload:
             # Compute reads nothing. Outputs are given back to the reduce stream below.
-            streams.reduce.wait_stream(streams.all_reduce)
+            with streams.on(streams.reduce):
+                handle.events.all_reduce.wait()
         else:
             event = handle.events.all_reduce
             _wait_on_streams(streams, reduction, event, applies=True)
@@ -364,18 +365,19 @@ def drop_unreduced_grads(context: RuntimeContext, handle: FlatParamHandle) -> No
 
 def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
     """Choose the output of each reduction: ``gradient.shard`` or a temporary buffer."""
-    whole = final and handle.rule.hook is None
+    # The output of some placements holds shards of other ranks, too, which ``.grad``
+    # would keep.
+    shards = handle.groups.reduced_shards
+    whole = final and handle.rule.hook is None and shards == 1
     for region in handle.layout.trainable:
         reduce = region.reduce
         dtype = reduce.buffer.dtype
         direct = whole and dtype == region.gradient.dtype and not region.offload
-        # Not if the output holds shards of other ranks, too: ``.grad`` would keep them.
-        direct = direct and reduce.own is None
         reduce.has_tensor_hooks = any(map(tensor_hooks_of, region.leaves))
         reduce.temporary = None
         if not (direct and are_cleared(region.graded)):
             reduce.temporary = memory.new_buffer(
-                reduce.shards * region.layout.shard_numel, dtype, region.device
+                shards * region.layout.shard_numel, dtype, region.device
             )
 
 
@@ -418,8 +420,8 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
                     buffers[0],
                 ),
             )
-            # On CPU the reduce-scatter is asynchronous, so ``replicate`` adds. On CUDA
-            # the sums belong to this stream, which must be the last to read them.
+            # On CPU the reduce-scatter is asynchronous, so ``all_reduce_sums`` adds. On
+            # CUDA the sums belong to this stream, which must be the last to read them.
             if final and not async_op and groups.sum_ref is not None:
                 for region in regions:
                     add_partial_sums(region)
@@ -434,13 +436,15 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
         hold_partial_sums(reduction)
         return
     hooked: list[nn.Parameter] = []
+    shards = handle.groups.reduced_shards
     for region, arrived in zip(handle.layout.trainable, reduction.arrived, strict=True):
         reduce = region.reduce
         target = reduce.temporary  # ``reduce_target``, inlined
         if target is None:
             target = region.gradient.shard
-        elif reduce.own is not None:
-            reduce.temporary = target = target[reduce.own]
+        elif shards > 1:
+            own = region.rank % shards
+            reduce.temporary = target = target.chunk(shards)[own]
         assert target is not None
         if handle.rule.after_sum is not None:
             handle.rule.after_sum(target)

@@ -25,7 +25,7 @@ def add_partial_sums(region: TrainableRegion) -> None:
         region.reduce.partial = None
 
 
-def replicate(handle: FlatParamHandle) -> None:
+def all_reduce_sums(handle: FlatParamHandle) -> None:
     """All-reduce the regions over the replicate group, after the reduce-scatters."""
     for regions in handle.layout.reduce_groups:
         all_reduce_over_replicas(handle, regions, async_op=False)

@@ -17,15 +17,13 @@ What gives the full parameters up, and what becomes of their memory::
 
     residency.free_full     the move itself: freed now
     residency.defer_free    freed later by the gather stream, behind the last reader
-    residency.drop_full     nothing is freed; the values may be written over
+    residency.move          to SHARDED: nothing is freed; may be written over
     residency.leave_full    left to a collective that failed and may still write
 
 A prefetch reads the next unit from a record that is equal on all ranks.
 """
 
 from __future__ import annotations
-
-import torch
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable, copy_async
@@ -34,7 +32,6 @@ from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.gradients import copy_waiting_views
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.memory import allocate
 from composable_fsdp.flat.residency import (
     COPIES_SHOWN,
     FREE_PENDING,
@@ -43,11 +40,10 @@ from composable_fsdp.flat.residency import (
     SHARDED,
     UNSHARDED,
     make_unreadable,
+    shard_versions,
 )
-from composable_fsdp.phases import BACKWARD_PRE
 from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
 from composable_fsdp.runtime.reduce import finish_reduction, free_behind_reduction
-from composable_fsdp.runtime.wires import decoding, encode_shards, free_encoded
 from composable_fsdp.tree.state import RuntimeContext, StepOrder, _FSDPState
 
 
@@ -73,7 +69,7 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if handle.form.slot is not None:
         handle.form.slot.make_way(context, handle)
     if not handle.form.needs_gather:
-        residency.hold_full(handle)
+        residency.move(handle, HIDDEN)
     elif context.streams.host_waits:
         # The full buffers take the memory of the reduction (``runtime.reduce``). Not in
         # a forward (``set_is_last_backward``): its modes would hold for hooks of users.
@@ -96,13 +92,12 @@ def _gather(
     """Copy cast or offloaded shards into their slices of ``full``, then all-gather."""
     full, shards = handle.form.gather_lists
     work, ref = None, handle.groups.shard_ref
-    if handle.form.pieces is not None and _fill_pieces(context, handle):
-        shards, ref = handle.form.pieces.buffers, handle.groups.kept_ref
-    else:
-        if handle.form.wired:
-            encode_shards(handle)
+    source = handle.form.source
+    if source is None:
         for own_slice, shard in handle.form.fills:
             copy_async(own_slice, shard)
+    else:
+        shards, ref = source.fill(context, handle)
     if ref is not None:
         group = ref.ref() or ref.get()  # ``get`` raises if the group was destroyed
         # An object of the user stands in through the door of FSDP2.
@@ -111,44 +106,7 @@ def _gather(
             ref.operations, "all_gather", handle.full_fqn, handle.phase, full[0]
         )
         work = gather(full, shards, group, async_op=async_op, operation=operation)
-    return decoding(handle, work) if handle.form.wired else work
-
-
-def _fill_pieces(context: RuntimeContext, handle: FlatParamHandle) -> bool:
-    """Return whether the full buffers are gathered from pieces, which are then filled.
-
-    Collective: an all-gather of pieces at rest, unless they are filled.
-    """
-    pieces, now = handle.form.pieces, shard_versions(handle)
-    assert pieces is not None
-    pieces.gathered_at = now
-    # A forward without a graph may follow a write that no version shows (averaged
-    # weights, swapped in through ``.data``): it gathers, and leaves the pieces unused.
-    trains = torch.is_grad_enabled() and context.outermost is not None
-    usable = bool(context.tasks) or (pieces.at_rest and trains)
-    if usable and pieces.filled_at == now:
-        return True
-    if not pieces.at_rest:
-        return False
-    ref = handle.groups.spread_ref
-    assert ref is not None
-    for buffer in pieces.buffers:
-        allocate(buffer)
-    for own, shard in handle.form.fills:
-        copy_async(own, shard)
-    operation = Operation(
-        ref.operations, "all_gather", handle.full_fqn, handle.phase, pieces.buffers[0]
-    )
-    try:
-        # The host waits on CPU: the next all-gather reads the pieces.
-        collectives.all_gather_flat(
-            pieces.buffers, pieces.inputs, ref.get(), operation=operation
-        )
-    except BaseException:
-        pieces.leave(own for own, _ in handle.form.fills)
-        raise
-    pieces.filled_at = now if trains else ()
-    return True
+    return work if source is None else source.landing(handle, work)
 
 
 def _unshard_on_stream(
@@ -159,20 +117,12 @@ def _unshard_on_stream(
         if context.reducing is not None:
             free_behind_reduction(context.reducing)
         if handle.residency is FREE_PENDING:
-            # The unit was resharded and the memory is not freed yet. The all-gather
-            # writes the same memory again, so the gather stream must wait for the last
-            # reader.
             context.retiring.remove(handle)
-            residency.gather_again(handle)
-            handle.events.free.wait()
-            if handle.form.pieces is not None:
-                handle.form.pieces.before_free(handle.form.fulls)
-        else:
-            residency.allocate_full(handle)
+            _free_behind_reader(handle)
+        residency.allocate_full(handle)
         try:
             _gather(context, handle, async_op=False)
         except BaseException:
-            free_encoded(handle)
             residency.free_full(handle)
             raise
         handle.events.gather.record(streams.gather)
@@ -202,9 +152,13 @@ def free_oldest(context: RuntimeContext, *, keep: int) -> None:
     # wait.
     with context.streams.on(context.streams.gather):
         while len(context.retiring) > keep:
-            handle = context.retiring.popleft()
-            handle.events.free.wait()
-            residency.free_full(handle)
+            _free_behind_reader(context.retiring.popleft())
+
+
+def _free_behind_reader(handle: FlatParamHandle) -> None:
+    """Free a resharded unit on the gather stream, behind its last reader."""
+    handle.events.free.wait()
+    residency.free_full(handle)
 
 
 def wait_unsharded(handle: FlatParamHandle) -> None:
@@ -237,10 +191,8 @@ def _end_gather(handle: FlatParamHandle, ready: Waitable) -> None:
 
 def _give_up(handle: FlatParamHandle) -> None:
     """Leave the full buffers to an all-gather that raised; the unit is sharded."""
-    pieces = handle.form.pieces
-    if pieces is not None:
-        pieces.is_awaited = False
-        pieces.leave([own for own, _ in handle.form.fills])
+    if handle.form.source is not None:
+        handle.form.source.leave(handle)
     residency.leave_full(handle)
     # A call that catches the error and runs the unit again must gather again.
     residency.free_full(handle)
@@ -257,27 +209,22 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         residency.use_sharded(handle)
     if handle.residency in NOT_GATHERED or handle.kept:
         return
-    pieces, given = handle.form.pieces, handle.form.handed
+    given, stays = handle.form.handed, not handle.form.needs_gather
     if given is not None:
-        if pieces is not None:
+        if handle.form.source is not None:
             # Ranks whose user kept a parameter copy no pieces, so that no rank may.
-            pieces.filled_at = ()
+            handle.form.source.drop()
         # What was kept may get other memory, and the next all-gather writes into this
         # memory: behind its readers.
         context.streams.wait_for_caller()
-        if given(handle):
-            residency.drop_full(handle)
-            return
-    if not handle.form.needs_gather:
-        residency.drop_full(handle)
+        stays = given(handle) or stays
+    if stays:
+        residency.move(handle, SHARDED)
         return
     if handle.reduction.due:
         # A custom ``autograd.Function`` may return a saved parameter as a gradient;
         # copy such a gradient before the memory is freed.
         copy_waiting_views(handle)
-    if pieces is not None:
-        awaited = handle.phase is BACKWARD_PRE and not context.tasks
-        pieces.is_awaited = awaited and given is None
     if context.streams.host_waits:
         residency.free_full(handle)
     else:
@@ -335,12 +282,6 @@ def end_use(
         keep_full(context, handle)
 
 
-def hold_for_backward(handle: FlatParamHandle) -> None:
-    """Put the sharded parameters back after a forward, and keep the full buffers."""
-    residency.use_sharded(handle)
-    handle.kept_full = False
-
-
 def hold_by_hand(handle: FlatParamHandle) -> None:
     """Keep the full parameters, which are shown or will be, for the next forward."""
     if not handle.writes.gathered_at:
@@ -355,22 +296,13 @@ def record_gathers(handle: FlatParamHandle) -> None:
         handle.writes.gathered_at = ()
 
 
-def shard_versions(handle: FlatParamHandle) -> tuple[int, ...]:
-    """Return the step count of the unit and the version of each sharded parameter."""
-    # Optimizer steps are counted separately: fused kernels do not change the versions,
-    # and a rank without elements of the unit sees no write.
-    residency.start_counting_steps()
-    flats = handle.writes.flat_parameters
-    return (handle.writes.steps, *(x._version for x in (*handle.leaves, *flats)))
-
-
 def discard_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Reshard the unit, so that the next use all-gathers the shards again."""
     reshard(context, handle)
     if handle.residency is HIDDEN:
         # The unit is kept for a second backward. The memory stays, and the next
         # all-gather writes into the same memory.
-        residency.drop_full(handle)
+        residency.move(handle, SHARDED)
 
 
 def release(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -379,8 +311,7 @@ def release(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if handle.residency is FREE_PENDING:
         context.retiring.remove(handle)
         with context.streams.on(context.streams.gather):
-            handle.events.free.wait()
-            residency.free_full(handle)
+            _free_behind_reader(handle)
 
 
 def prefetch_backward(context: RuntimeContext, order: StepOrder, reached: int) -> None:

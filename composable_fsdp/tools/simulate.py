@@ -86,8 +86,8 @@ class _Step(NamedTuple):
 
     def _mark_unit(self, log: MemoryLog, state: _FSDPState) -> Iterator[int]:
         """Do so for a unit; yield the ids of leaves in host memory."""
-        if (pieces := state.handle.form.pieces) is not None:
-            log.mark(pieces.buffers, "parameters" if pieces.at_rest else "full")
+        if (source := state.handle.form.source) is not None:
+            log.mark(source.kept, "parameters" if source.at_rest else "full")
         for region in state.handle.layout.regions:
             # On CPU the host's memory is the device's.
             on_host = self.streams and region.offload

@@ -86,19 +86,10 @@ class InitialWeights:
             is_checked=self.is_checked, hashes=self.hashes, synced=self.synced
         )
         made.awaits_buffers = self.awaits_buffers
+        # The copied tensors have versions of their own.
         made.mark(copied)
-        if not self._ids:
-            made._ids = ()
-            return made
-        # The copied tensors have versions of their own; none has the version -1.
-        made._versions = tuple(
-            [
-                version if is_unwritten else -1
-                for version, is_unwritten in zip(
-                    made._versions, self.unwritten(layout), strict=True
-                )
-            ]
-        )
+        if not all(self.unwritten(layout)):
+            made.forget()
         return made
 
 

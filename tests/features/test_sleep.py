@@ -152,8 +152,8 @@ def test_pieces_of_parameters_sleep_too(world: World) -> None:
         losses.append(train(model, optimizer, world.rank, naps=naps))
 
     assert losses[0] == losses[1]
-    pieces = [state.handle.form.pieces for state in _get_fsdp_states(model)]
-    held = [buffer for each in pieces if each for buffer in each.buffers]
+    sources = [state.handle.form.source for state in _get_fsdp_states(model)]
+    held = [buffer for each in sources if each for buffer in each.kept]
     assert any(memory.is_allocated(each) for each in held)
     with released(model, optimizer):
         assert not any(memory.is_allocated(each) for each in held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -66,14 +67,12 @@ def test_all_names_of_a_handle_start_at_its_own_module() -> None:
 def test_moves_that_the_table_does_not_list_raise(now: Residency) -> None:
     """From every state, by every function that moves; the state stays."""
     (handle,) = handles_of(tiny_mlp())
-    moves = {
+    moves: dict[Callable[[FlatParamHandle], None], Residency] = {
         residency.allocate_full: Residency.GATHERING,
-        residency.hold_full: Residency.HIDDEN,
         residency.use_full: Residency.UNSHARDED,
-        residency.show_copies: Residency.COPIES_SHOWN,
         residency.free_full: Residency.SHARDED,
-        residency.drop_full: Residency.SHARDED,
         residency.defer_free: Residency.FREE_PENDING,
+        **{partial(residency.move, then=then): then for then in Residency},
     }
     for move, then in moves.items():
         handle.residency = now

@@ -63,9 +63,7 @@ def late_copies(model: nn.Module) -> Callable[[Tensor, Tensor], None]:
             r for handle in _get_fsdp_handles(model) for r in handle.layout.trainable
         ]
         to_host = any(target is region.gradient.shard for region in regions)
-        if to_host and not any(
-            r.host_copy and any(r.host_copy.arrived) for r in regions
-        ):
+        if to_host and not any(r.host_copies for r in regions):
             target.fill_(float("nan"))
         SLEEP(CYCLES)
         target.copy_(source, non_blocking=True)

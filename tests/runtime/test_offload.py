@@ -68,12 +68,12 @@ def slow_copies(model: nn.Module) -> Iterator[list[Callable[[], object]]]:
         regions = [
             r for handle in _get_fsdp_handles(model) for r in handle.layout.trainable
         ]
-        if any(target is region.gradient.shard for region in regions):
-            waiting.append(lambda: target.copy_(source))
-            target.fill_(float("nan"))
-        else:
+        if any(source is region.gradient.shard for region in regions):
             synchronize()
             target.copy_(source)
+        else:
+            waiting.append(lambda: target.copy_(source))
+            target.fill_(float("nan"))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "copy_async", issue)

@@ -329,12 +329,10 @@ def _wake(found: _Asleep) -> list[str]:
 def _free_buffers(handle: FlatParamHandle) -> None:
     """Free the old slots, which the views keep until they move into the new ones."""
     for form in filter(None, (handle.form, handle.other_form)):
-        for full in (*form.fulls, *(form.pieces.buffers if form.pieces else ())):
+        for full in form.fulls:
             memory.free(full)
-        if form.pieces is not None:
-            form.pieces.filled_at = ()
-            for piece in form.pieces.buffers:
-                memory.free(piece)
+        if form.source is not None:
+            form.source.drop()
     for region in handle.layout.trainable:
         memory.free(region.reduce.buffer)
     handle.reduction.home = None

@@ -19,12 +19,12 @@ from composable_fsdp.flat.residency import (
     UNSHARDED,
     leave_full,
     make_unreadable,
+    shard_versions,
 )
 from composable_fsdp.phases import BACKWARD_POST, BACKWARD_PRE
 from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.runtime.grad_hooks import make_nodes
 from composable_fsdp.runtime.graph_task import current_task
-from composable_fsdp.runtime.unshard import shard_versions
 
 
 def hand_out(handle: FlatParamHandle) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PhaseError
+from composable_fsdp.flat import residency
 from composable_fsdp.flat.build_region import fills_of
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import slot_path
@@ -18,7 +19,6 @@ from composable_fsdp.flat.region import FlatParameter, part_of
 from composable_fsdp.flat.residency import accept_versions, set_versions, version_of
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.dtensors import local_of
-from composable_fsdp.runtime.unshard import shard_versions
 from composable_fsdp.tree.state import _FSDPState
 
 _COPIED = 1 << 18
@@ -40,7 +40,7 @@ def copy_writes(state: _FSDPState, *, all_values: bool) -> None:
     if not in_place and not all_values:
         return
     before = handle.writes.gathered_at
-    was_current = before and before == shard_versions(handle)
+    was_current = before and before == residency.shard_versions(handle)
     if in_place:
         _copy_writes_to_shards(handle)
     if all_values:
@@ -48,7 +48,7 @@ def copy_writes(state: _FSDPState, *, all_values: bool) -> None:
     handle.writes.steps += handle.writes.steps_per_reduction
     if was_current:
         # The shards changed to what the full parameters are.
-        handle.writes.gathered_at = shard_versions(handle)
+        handle.writes.gathered_at = residency.shard_versions(handle)
     # The gather stream may gather this unit again in the same forward.
     context.streams.wait_for_caller()
 
@@ -150,7 +150,7 @@ def _copy_all_to_shards(handle: FlatParamHandle) -> None:
             )
     for region in handle.layout.regions:
         if region.full.own_parts:
-            for own_part, part in fills_of([region], None):
+            for own_part, part in fills_of([region]):
                 part.copy_(own_part)
         elif region.full.is_cut:
             start = region.rank * region.layout.shard_numel

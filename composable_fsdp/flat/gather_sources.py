@@ -1,0 +1,278 @@
+"""What an all-gather reads in place of the shards: encoded shards, or pieces.
+
+A unit with wire formats encodes its shards before an all-gather, and decodes the
+gathered bytes. On CUDA on the gather stream; the encoded values have memory until then.
+
+A *piece* holds the shards of several ranks, which are a slice of the full buffer. It
+stays while the full buffer is freed::
+
+    full     | shard 0 | shard 1 | shard 2 | shard 3 |   2 pieces over 4 ranks
+    piece of ranks 0, 1          | of ranks 2, 3     |
+
+At rest, pieces are coarser than the shards that an optimizer updates: they are gathered
+from the shards, once after each change, and the full buffers from the pieces. Or else
+pieces are kept from a forward to its backward alone, and copied from the full buffers.
+
+On CUDA the gather stream alone allocates, writes and reads pieces, in this order; no
+event is needed beside those that order the shards and the full buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composable_fsdp.comm import collectives
+from composable_fsdp.comm.device import Waitable, copy_async, outside_transforms
+from composable_fsdp.comm.groups import GroupRef
+from composable_fsdp.comm.operations import Operation
+from composable_fsdp.comm.wire_format import largest_magnitudes
+from composable_fsdp.flat import memory
+from composable_fsdp.flat.build_region import fills_of
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.residency import shard_versions
+from composable_fsdp.phases import BACKWARD_PRE
+from composable_fsdp.planning.unit_plan import UnitPlan
+
+
+class EncodedShards:
+    """The source of all-gathers of a unit with wire formats: a ``GatherSource``."""
+
+    __slots__ = ()
+    at_rest = False
+    kept: tuple[Tensor, ...] = ()
+
+    def fill(
+        self, context: object, handle: FlatParamHandle
+    ) -> tuple[list[Tensor], GroupRef | None]:
+        """Encode the shards. Collective: as ``_encode_shards``."""
+        _encode_shards(handle)
+        for own_slice, shard in handle.form.fills:
+            copy_async(own_slice, shard)
+        return handle.form.gather_lists[1], handle.groups.shard_ref
+
+    def landing(
+        self, handle: FlatParamHandle, work: Waitable | None
+    ) -> Waitable | None:
+        """Decode when ``work`` has ended: now if it is None, else at the wait."""
+        if work is not None:
+            return _Decoding(handle, work)
+        # On CUDA on the stream of the all-gather, whose event covers the decoding.
+        _decode_full(handle)
+        return None
+
+    def leave(self, handle: FlatParamHandle) -> None:
+        """Give the encoded values other memory, but none until the next encoding."""
+        # The backend writes into the encoded values alone.
+        gathered = handle.form.gather_lists[0]
+        for region in handle.layout.regions:
+            wire = region.full.wire
+            if wire is not None and memory.is_allocated(wire.buffer):
+                fresh = memory.leave(wire.buffer, [wire.own])
+                memory.free(fresh)
+                old, wire.buffer = wire.buffer, fresh
+                gathered[:] = [fresh if each is old else each for each in gathered]
+
+    def before_free(self, handle: FlatParamHandle) -> None:
+        """Free the encoded values, which have memory if the all-gather has raised."""
+        _free_encoded(handle)
+
+    def drop(self) -> None:
+        """Do nothing: encoded values are not kept."""
+
+
+# ``torch.func.vjp`` in a forward refuses writes to tensors from outside of it.
+@outside_transforms
+@torch.no_grad()
+def _encode_shards(handle: FlatParamHandle) -> None:
+    """Write the shards of regions with a wire format into this rank's slices.
+
+    Collective: an all-reduce per region whose format needs the largest magnitudes.
+    """
+    for region in handle.layout.regions:
+        wire, layout = region.full.wire, region.layout
+        if wire is None:
+            continue
+        assert layout.wire is not None
+        memory.allocate(wire.buffer)
+        # An offloaded shard is encoded on the device, which is faster than the host.
+        shard = region.shard.to(region.device, non_blocking=True)
+        largest = None
+        if layout.wire.needs_maximum:
+            largest = _largest(handle, region, shard)
+        layout.wire.encode(shard, wire.own, layout.wire_layout, region.rank, largest)
+
+
+def _largest(handle: FlatParamHandle, region: FlatParameter, shard: Tensor) -> Tensor:
+    """Return the largest magnitudes of the matrices over all ranks."""
+    found = largest_magnitudes(shard, region.layout.wire_layout, region.rank)
+    ref = handle.groups.shard_ref
+    if ref is not None:
+        # Computed anew for each all-gather: between two of them a user may have
+        # written to the shards.
+        collectives.all_reduce(
+            found,
+            ref.ref() or ref.get(),
+            maximum=True,
+            operation=Operation(
+                ref.operations, "all_reduce", handle.full_fqn, handle.phase, found
+            ),
+        )
+    return found
+
+
+class _Decoding:
+    """An all-gather of encoded values; the wait also decodes."""
+
+    __slots__ = ("_handle", "_work")
+
+    def __init__(self, handle: FlatParamHandle, work: Waitable) -> None:
+        self._handle, self._work = handle, work
+
+    def wait(self) -> None:
+        """Wait for the all-gather, and fill the full buffers."""
+        self._work.wait()
+        _decode_full(self._handle)
+
+
+@outside_transforms
+@torch.no_grad()
+def _decode_full(handle: FlatParamHandle) -> None:
+    """Fill the full buffers from the encoded values, and free these."""
+    for region in handle.layout.regions:
+        wire, layout = region.full.wire, region.layout
+        if wire is None:
+            continue
+        assert layout.wire is not None
+        # Autograd saves views of ``full`` only from here on (``make_readable``), so
+        # these writes invalidate no saved tensor.
+        layout.wire.decode(wire.buffer, region.full.buffer, layout.wire_layout)
+    _free_encoded(handle)
+
+
+def _free_encoded(handle: FlatParamHandle) -> None:
+    """Free the encoded values of a unit, if it has any."""
+    for region in handle.layout.regions:
+        if region.full.wire is not None:
+            memory.free(region.full.wire.buffer)
+
+
+class Pieces:
+    """The pieces of a form, of each region with elements: a ``GatherSource``."""
+
+    __slots__ = (
+        *("at_rest", "_filled_at", "_fills", "_gathered_at", "_inputs"),
+        *("_starts", "kept"),
+    )
+
+    def __init__(self, plan: UnitPlan, regions: Sequence[FlatParameter]) -> None:
+        self.at_rest = plan.has_rest
+        """Whether the pieces stay from step to step, and not only until backward."""
+        self.kept: list[Tensor] = []
+        """The buffers of the pieces; without memory at first."""
+        self._starts: list[int] = []
+        """Where in ``full`` the pieces begin."""
+        self._inputs: list[Tensor] = []
+        """What an all-gather of the pieces reads: the shard, or this rank's slice."""
+        self._filled_at: tuple[int, ...] = ()
+        """``shard_versions`` of the values in the pieces; empty, if these must not be
+        used."""
+        self._gathered_at: tuple[int, ...] = ()
+        """``shard_versions`` at the last all-gather of the full buffers; empty, if
+        these must not be copied."""
+        for region in regions:
+            numel = region.layout.shard_numel
+            shards = region.layout.world_size // plan.piece_ranks
+            # The buffers outlive an inference mode of the caller.
+            buffer = memory.new_buffer(
+                shards * numel, region.full.buffer.dtype, region.device
+            )
+            number, own = divmod(region.rank, shards)
+            self.kept.append(buffer)
+            self._starts.append(number * buffer.numel())
+            self._inputs.append(region.shard)
+            if region.full.own_slice is not None:
+                with memory.outside_inference():
+                    self._inputs[-1] = buffer[own * numel : (own + 1) * numel]
+            memory.free(buffer)
+        self._fills = fills_of(regions, self._inputs if self.at_rest else None)
+
+    def fill(
+        self, context: Any, handle: FlatParamHandle
+    ) -> tuple[list[Tensor], GroupRef | None]:
+        """Return the pieces, or the shards if no piece may be used; and the group.
+
+        Collective: an all-gather of pieces at rest, unless they are filled.
+        """
+        self._gathered_at, now = (), shard_versions(handle)
+        # A forward without a graph may follow a write that no version shows (averaged
+        # weights, swapped in through ``.data``): it gathers, and leaves the pieces
+        # unused.
+        trains = torch.is_grad_enabled() and context.outermost is not None
+        usable = bool(context.tasks) or (self.at_rest and trains)
+        if not usable or self._filled_at != now:
+            if self.at_rest:
+                for buffer in self.kept:
+                    memory.allocate(buffer)
+            for own, shard in self._fills:
+                copy_async(own, shard)
+            if not self.at_rest:
+                return handle.form.gather_lists[1], handle.groups.shard_ref
+            self._gather(handle)
+            self._filled_at = now if trains else ()
+        return self.kept, handle.groups.kept_ref
+
+    def _gather(self, handle: FlatParamHandle) -> None:
+        """Fill the pieces. Collective: an all-gather over the ranks of a piece."""
+        ref = handle.groups.spread_ref
+        assert ref is not None
+        operation = Operation(
+            ref.operations, "all_gather", handle.full_fqn, handle.phase, self.kept[0]
+        )
+        try:
+            # The host waits on CPU: the next all-gather reads the pieces.
+            collectives.all_gather_flat(
+                self.kept, self._inputs, ref.get(), operation=operation
+            )
+        except BaseException:
+            self.leave(handle)
+            raise
+
+    def landing(self, handle: FlatParamHandle, work: Waitable | None) -> Any:
+        """Return ``work``: the all-gather fills the full buffers by itself."""
+        self._gathered_at = shard_versions(handle)
+        return work
+
+    def leave(self, handle: FlatParamHandle) -> None:
+        """Give the pieces other memory, but none until they are filled again."""
+        self._filled_at = self._gathered_at = ()
+        own = [*self._inputs, *(part for part, _ in self._fills)]
+        for at, buffer in enumerate(self.kept):
+            if memory.is_allocated(buffer):
+                here = buffer.untyped_storage()._cdata
+                views = [x for x in own if x.untyped_storage()._cdata == here]
+                self.kept[at] = memory.leave(buffer, views)
+                memory.free(self.kept[at])
+
+    def before_free(self, handle: FlatParamHandle) -> None:
+        """Copy the pieces from the full buffers if backward awaits them, or free."""
+        if self.at_rest:
+            return
+        if handle.phase is not BACKWARD_PRE or not self._gathered_at:
+            self.drop()
+            return
+        self._filled_at = self._gathered_at
+        fulls = handle.form.fulls
+        for buffer, full, start in zip(self.kept, fulls, self._starts, strict=True):
+            memory.allocate(buffer)
+            copy_async(buffer, full[start : start + buffer.numel()])
+
+    def drop(self) -> None:
+        """Free the pieces, whose values must not be used any more."""
+        self._filled_at = self._gathered_at = ()
+        for buffer in self.kept:
+            memory.free(buffer)
