@@ -74,7 +74,6 @@ class OverOriginals:
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
         """Load a state dict that counts the originals. Raises: as ``flatten_state``."""
-        install_optimizer_hooks(self.optim)
         groups, present = self.optim.param_groups, dict(self.optim.state)
         for parameter, made in self._made.items():
             # The optimizer does not have the tensors of ``new_state`` yet.

@@ -20,7 +20,7 @@ from composable_fsdp.optim.names import (
     is_absent,
     name_parameters,
 )
-from composable_fsdp.planning.dtensors import is_wrapper
+from composable_fsdp.optim.scalars import is_wrapper
 from composable_fsdp.state_dict.sharded import local_of
 
 wants_parts: ContextVar[bool] = ContextVar("wants_parts", default=False)

@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import _disable_current_modes
 
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import quoted
@@ -31,14 +28,6 @@ def is_dtensor(parameter: object) -> bool:
     # exist.
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(parameter, tensor.DTensor)
-
-
-def is_wrapper(value: Any) -> bool:
-    """Return whether ``value`` is a tensor that wraps others other than a DTensor."""
-    if type(value) is Tensor or not isinstance(value, Tensor) or is_dtensor(value):
-        return False
-    wraps: bool = is_traceable_wrapper_subclass(value)
-    return wraps
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -26,12 +26,7 @@ from composable_fsdp.storage.directory import (
     read_document,
     require_document,
 )
-from composable_fsdp.storage.formats.files import (
-    lazy_tensors,
-    refusal,
-    require_sums,
-    require_uncompressed,
-)
+from composable_fsdp.storage.formats.files import lazy_tensors, refusal, require_stored
 from composable_fsdp.storage.formats.nested import NestedSource
 from composable_fsdp.storage.manifest import LARGEST, Span, excerpt
 from composable_fsdp.storage.source import LazyTensor, TensorInfo
@@ -285,8 +280,7 @@ class _Items:
                 file.seek(item.offset)
                 data = io.BytesIO(file.read(item.length))
             if zipfile.is_zipfile(data):
-                require_uncompressed(data)
-                require_sums(data)
+                require_stored(data, sums=True)
             data.seek(0)
             value = torch.load(data, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:

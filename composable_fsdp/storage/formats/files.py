@@ -219,7 +219,7 @@ def _shards(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
 def open_torch(path: Path) -> NestedSource:
     """Open a file that ``torch.save`` wrote."""
     try:
-        require_uncompressed(path)
+        require_stored(path, sums=False)
         tree = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise refusal(path, error) from error
@@ -241,7 +241,7 @@ class TorchSource(NestedSource):
 
     def require_checksums(self) -> None:
         try:
-            require_sums(self.path)
+            require_stored(self.path, sums=True)
         except Exception as error:  # zipfile raises many kinds of errors.
             raise CheckpointError(
                 f"{self.path} is damaged: {error}. Copy it again (unless it was saved "
@@ -250,22 +250,17 @@ class TorchSource(NestedSource):
             ) from error
 
 
-def require_sums(file: str | IO[bytes]) -> None:
-    """Raise zipfile.BadZipFile, naming the record, if a record is damaged."""
-    # ``torch.load`` does not compare checksums (checked on torch 2.13).
-    with zipfile.ZipFile(file) as archive:
-        if (record := archive.testzip()) is not None:
-            told = f"its record {record!r} has another checksum than it says"
-            raise zipfile.BadZipFile(told)
-
-
-def require_uncompressed(file: Path | IO[bytes]) -> None:
-    """Raise zipfile.BadZipFile, naming the record, if a record is compressed."""
+def require_stored(file: str | Path | IO[bytes], *, sums: bool) -> None:
+    """Raise zipfile.BadZipFile for a compressed record, or (``sums``) a damaged one."""
     # ``torch.save`` compresses none; mapped, packed bytes would be taken for values.
     with zipfile.ZipFile(file) as archive:
         for record in archive.infolist():
             if record.compress_type != zipfile.ZIP_STORED:
                 raise zipfile.BadZipFile(f"record {record.filename!r} is compressed")
+        # ``torch.load`` does not compare checksums (checked on torch 2.13).
+        if sums and (name := archive.testzip()) is not None:
+            told = f"its record {name!r} has another checksum than it says"
+            raise zipfile.BadZipFile(told)
 
 
 def refusal(what: object, error: Exception) -> CheckpointError:
