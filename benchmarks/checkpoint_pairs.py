@@ -105,9 +105,11 @@ def turn(
         _load(way, path, model, optimizer, values)
     found = [each.sum().item() for each in _values(model, optimizer)]
     if way != "torch":
+        # The thread of DCP's save would meet the barrier of ``measured`` in its group.
+        beside = dist.new_group()
         for act in ACTS[2:]:
             with measured(costs, act):
-                future = _begin(way, f"{path}-{act[-1]}", model, optimizer)
+                future = _begin(way, f"{path}-{act[-1]}", model, optimizer, beside)
             future.result()
             dist.barrier()
     dist.barrier()
@@ -146,12 +148,12 @@ def _load(
             into.detach().copy_(value)
 
 
-def _begin(way: str, path: str, model: Any, optimizer: Any) -> Any:
+def _begin(way: str, path: str, model: Any, optimizer: Any, beside: Any) -> Any:
     if way == "ours":
         return ours.async_save(path, model, optimizer)
     state, optim_state = get_state_dict(model, optimizer)
     both = {"model": state, "optim": optim_state}
-    return state_dict_saver.async_save(both, checkpoint_id=path)
+    return state_dict_saver.async_save(both, checkpoint_id=path, process_group=beside)
 
 
 def disk(nbytes: int, folder: str) -> dict[str, float]:

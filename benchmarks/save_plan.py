@@ -56,8 +56,8 @@ class Layer(nn.Module):
         self.down = nn.Linear(feed, width, bias=False)
 
 
-def planned(options: argparse.Namespace) -> ShardingPlan:
-    """The plan of the model: a unit for each layer, and the root."""
+def on_meta(options: argparse.Namespace) -> nn.Module:
+    """The model without memory."""
     with torch.device("meta"):
         model = nn.Module()
         model.layers = nn.ModuleList(
@@ -66,8 +66,7 @@ def planned(options: argparse.Namespace) -> ShardingPlan:
         )
         model.embedding = nn.Embedding(128_256, options.width)
         model.head = nn.Linear(options.width, 128_256, bias=False)
-    policy = CustomPolicy(lambda module: isinstance(module, Layer))
-    return plan(model, world_size=options.ranks, policy=policy)
+    return model
 
 
 def part_of(found: ShardingPlan, rank: int, at: int) -> FilePart:
@@ -157,21 +156,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--saves", type=int, default=2, help="(2)")
     options = parser.parse_args(arguments)
     say_versions()
-    begin = time.process_time()
-    found = planned(options)
-    layout = time.process_time() - begin
+    policy = CustomPolicy(lambda module: isinstance(module, Layer))
+    model = on_meta(options)
+    layouts = partial(plan, model, world_size=options.ranks, policy=policy)
+    layout, found = timed(layouts)
     plans = [timed(partial(part_of, found, r, 0))[0] for r in (0, options.ranks // 2)]
     tracemalloc.start()
+    again = layouts()
+    peaks = [tracemalloc.get_traced_memory()[1] / 1e6]
     begin_bytes = tracemalloc.get_traced_memory()[0]
-    held = part_of(found, options.ranks // 2, 0)
-    peak = (tracemalloc.get_traced_memory()[1] - begin_bytes) / 1e6
+    tracemalloc.reset_peak()
+    held = part_of(again, options.ranks // 2, 0)
+    peaks.append((tracemalloc.get_traced_memory()[1] - begin_bytes) / 1e6)
     tracemalloc.stop()
     size = len(pickle.dumps(held)) / 1e3
     table(
         f"{found.numel / 1e9:.1f} B parameters, {len(found.units)} units, AdamW, "
         f"{options.ranks} ranks: what each rank does alone, without a message",
-        ("", "s of all layouts", "s of the plan", "MB of the plan", "kB told"),
-        [("a rank", *fixed((layout, max(plans), peak, size), 3))],
+        ("", "s of all layouts", "MB", "s of the plan", "MB", "kB told"),
+        [("a rank", *fixed((layout, peaks[0], max(plans), peaks[1], size), 3))],
     )
     if not options.saves:
         return 0

@@ -154,6 +154,14 @@ def laws(draw: st.DrawFn) -> Law:
     # A tensor in no unit of fewer rows than ranks.
     law=Law(((1,),), Placement(1, (0,), 0, Block.ROW), Placement(1, (0,), 0, Block.ROW))
 )
+@example(
+    # Half of the ranks have no element of ``p2``, and ``p1`` on another data rank.
+    law=Law(
+        ((), (), (1,), ()),
+        Placement(1, (0, 0, 0, 0), 0, Block.ROW),
+        Placement(2, (0, 0, 0, 0), 3, Block.ROW),
+    )
+)
 def test_a_checkpoint_goes_from_any_placement_to_any_and_back(
     ranks: RankCount, tmp_path: Path, law: Law
 ) -> None:

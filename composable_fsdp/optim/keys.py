@@ -6,7 +6,7 @@ names that the optimizer was made with (``param_names``). An ambiguous key raise
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,14 @@ from composable_fsdp.comm.placements import placement_of
 from composable_fsdp.config import OptimStateKeyType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import strip_wrapper, takes_optimizer
-from composable_fsdp.optim.names import Group, Named, Table, groups_of, name_parameters
+from composable_fsdp.optim.names import (
+    Group,
+    Named,
+    Table,
+    groups_of,
+    name_parameters,
+    require_same_options,
+)
 from composable_fsdp.planning.options import by_name
 
 Keys = dict[Any, Any]
@@ -163,25 +170,6 @@ def _require_same_names(
             f"The optimizer state is of another model: missing {missing or 'nothing'}, "
             f"left over {extra or 'nothing'}. Load it into an optimizer over the same "
             "parameters."
-        )
-
-
-def require_same_options(
-    g: int, origins: set[int], saved: Sequence[Mapping[str, Any]]
-) -> None:
-    """Refuse a group whose parameters come from saved groups with different options."""
-    # Representations, because options may be unhashable (lists, dicts).
-    left_out = ("params", "param_names")
-    options = {
-        repr(sorted((k, v) for k, v in saved[n].items() if k not in left_out))
-        for n in origins
-    }
-    if len(options) > 1:
-        raise CheckpointError(
-            f"The optimizer's group {g} holds parameters of several saved groups "
-            f"({sorted(origins)}), whose options differ. Build the groups as they "
-            "were saved; a flat parameter is in one group, so over "
-            "model.parameters() if that cuts it."
         )
 
 

@@ -172,6 +172,25 @@ def groups_of(
     return [{**group, "params": list(group["params"])} for group in given]
 
 
+def require_same_options(
+    g: int, origins: set[int], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Refuse a group whose parameters come from saved groups with different options."""
+    # Representations, because options may be unhashable (lists, dicts).
+    left_out = ("params", "param_names")
+    options = {
+        repr(sorted((k, v) for k, v in saved[n].items() if k not in left_out))
+        for n in origins
+    }
+    if len(options) > 1:
+        raise CheckpointError(
+            f"The optimizer's group {g} holds parameters of several saved groups "
+            f"({sorted(origins)}), whose options differ. Build the groups as they "
+            "were saved; a flat parameter is in one group, so over "
+            "model.parameters() if that cuts it."
+        )
+
+
 def given_names(optim: object) -> dict[int, str]:
     """Return the names that ``optim`` itself keeps for parameters, by ``id``."""
     names: dict[int, str] = {}

@@ -24,6 +24,7 @@ from composable_fsdp.optim.flat_state import (
     same_scalar,
     values_of,
 )
+from composable_fsdp.optim.own_state_dict import plain_values
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 
 
@@ -31,6 +32,18 @@ def over_originals(optim: Any) -> Any:
     """Return ``optim``, or a view over the originals of its flat parameters."""
     groups = getattr(optim, "param_groups", None)
     return OverOriginals(optim) if groups and has_flats(groups) else optim
+
+
+def for_checkpoint(optim: Any) -> Any:
+    """Return the view after the optimizer has taken up state that was loaded before."""
+    install_optimizer_hooks(optim)
+    return over_originals(optim)
+
+
+def plain_state(optim: Any, parameter: Tensor) -> Values:
+    """Return the state of a parameter, with quantized tensors dequantized."""
+    # ``optim.state`` is a defaultdict, and a read must not add a key.
+    return plain_values(optim, optim.state.get(parameter, {}))
 
 
 class OverOriginals:
@@ -61,7 +74,6 @@ class OverOriginals:
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
         """Load a state dict that counts the originals. Raises: as ``flatten_state``."""
-        install_optimizer_hooks(self.optim)
         groups, present = self.optim.param_groups, dict(self.optim.state)
         for parameter, made in self._made.items():
             # The optimizer does not have the tensors of ``new_state`` yet.

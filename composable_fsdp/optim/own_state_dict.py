@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.flat_state import originals, unflatten_state
@@ -21,7 +20,7 @@ from composable_fsdp.optim.names import (
     is_absent,
     name_parameters,
 )
-from composable_fsdp.planning.dtensors import is_dtensor
+from composable_fsdp.optim.scalars import is_wrapper
 from composable_fsdp.state_dict.sharded import local_of
 
 wants_parts: ContextVar[bool] = ContextVar("wants_parts", default=False)
@@ -65,14 +64,6 @@ def plain_values(optim: Optimizer, values: dict[str, Any]) -> dict[str, Any]:
         name: _dequantised(optim, name, value) if is_wrapper(value) else value
         for name, value in values.items()
     }
-
-
-def is_wrapper(value: Any) -> bool:
-    """Return whether ``value`` is a tensor that wraps others (quantized state)."""
-    if type(value) is Tensor or not isinstance(value, Tensor) or is_dtensor(value):
-        return False
-    wraps: bool = is_traceable_wrapper_subclass(value)
-    return wraps
 
 
 def _dequantised(optim: Optimizer, name: str, value: Any) -> Tensor:

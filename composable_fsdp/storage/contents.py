@@ -33,8 +33,8 @@ from composable_fsdp.storage.tensors import (
     local_of,
     local_state,
     loose_span,
-    mesh_groups_in,
     opened,
+    ranks_of,
     require_readable,
     span_of,
 )
@@ -273,6 +273,31 @@ def _states(module: nn.Module) -> dict[str, _FSDPState]:
         if (state := _get_unit_state(each)) is not None:
             found.setdefault(id(state), (path, state))
     return dict(found.values())
+
+
+def mesh_groups_in(module: nn.Module, units: Iterable[Any]) -> list[dist.ProcessGroup]:
+    """Return the groups of the meshes of DTensors and experts, each set once."""
+    # Units first: modules show plain parameters, and the units' forms know the meshes.
+    found: list[dist.ProcessGroup] = []
+    for unit in units:
+        # By index, because ranks of tensor parallelism may have other regions.
+        forms = unit.handle.layout.forms
+        for index in sorted(forms):
+            found += forms[index].mesh_groups
+        # Ranks with other experts are ranks of the model as well.
+        found += filter(None, [unit.handle.groups.experts])
+    for each in walk.modules(module):
+        for tensor in (*each._parameters.values(), *each._buffers.values()):
+            # Alike on all ranks. Outside of the mesh there is no group.
+            if is_dtensor(tensor):
+                given: Any = tensor
+                mesh = given.device_mesh
+                inside = mesh.get_coordinate() is not None
+                dims = range(mesh.ndim if inside else 0)
+                found += [mesh.get_group(dim) for dim in dims]
+    # Each slice of a mesh may have made a group of its own for the same ranks.
+    by_ranks = {ranks_of(group): group for group in reversed(found)}
+    return [by_ranks[r] for r in dict.fromkeys(map(ranks_of, found)) if len(r) > 1]
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.state_dict.full import gather_unit
 from composable_fsdp.storage.compare import View
-from composable_fsdp.storage.contents import Contents, contents_of, units_in
+from composable_fsdp.storage.contents import (
+    Contents,
+    contents_of,
+    mesh_groups_in,
+    units_in,
+)
 from composable_fsdp.storage.convert import MAX_SHARD_BYTES, convert, opened
 from composable_fsdp.storage.directory import appear, path_text, unwritable
 from composable_fsdp.storage.formats.files import SafetensorsWriter
@@ -21,7 +26,7 @@ from composable_fsdp.storage.opening import SAFETENSORS
 from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.storages import require_local
 from composable_fsdp.storage.team import FirstError, team_of
-from composable_fsdp.storage.tensors import is_first_copy, mesh_groups_in, whole_value
+from composable_fsdp.storage.tensors import is_first_copy, whole_value
 
 
 def cast_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable_fsdp.errors import CheckpointError, warn
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted, takes_optimizer
 from composable_fsdp.optim.names import Optimizers
-from composable_fsdp.runtime.meta_values import unfilled_buffers
 from composable_fsdp.storage.compare import (
     LoadReport,
     Patterns,
@@ -159,12 +158,6 @@ def load(
             report.add(job.report)
     if not job.options.strict and report is None:
         job.report.warn()
-    if names := listed(map(quoted, unfilled_buffers(module))):
-        warn(
-            f"load filled what the checkpoint has; buffers {names} are not persistent, "
-            "were on meta and have memory without values (to_empty). Set them before "
-            "the first forward, which raises otherwise.",
-        )
     return value
 
 

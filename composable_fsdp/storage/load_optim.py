@@ -17,14 +17,13 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.optim.keys import require_same_options
+from composable_fsdp.optim.names import require_same_options
 from composable_fsdp.optim.original_view import (
     OverOriginals,
+    for_checkpoint,
     keep_given,
-    over_originals,
 )
 from composable_fsdp.optim.scalars import SCALARS, is_scalar_shape
-from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.storage.compare import NO_OPTIMIZER, LoadReport, Selection, find
 from composable_fsdp.storage.contents import Contents, Held, named, not_in_module
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
@@ -88,7 +87,7 @@ class OptimizerLoad:
     ) -> None:
         # The checkpoint has state per original parameter, also of a flat one.
         self._source, self._report = source, report
-        self._optim = over_originals(optim)
+        self._optim = for_checkpoint(optim)
         self._saved = source.param_groups or ()
         self.home = {n: g for g, each in enumerate(self._saved) for n in each["params"]}
         self._groups = self._members_of(contents, chosen)
@@ -273,7 +272,6 @@ class OptimizerLoad:
                 if state:
                     states[i] = state
                     given += [(member, state)] if member is not None else []
-        install_optimizer_hooks(view)
         view.load_state_dict({"state": states, "param_groups": options})
         for (name, held), state in given:
             # ``load_state_dict`` has cast state of another dtype. If the parameter

@@ -21,9 +21,7 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.original_view import over_originals
-from composable_fsdp.optim.own_state_dict import plain_values
-from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
+from composable_fsdp.optim.original_view import for_checkpoint, plain_state
 from composable_fsdp.storage.compare import Patterns, Selection, matcher
 from composable_fsdp.storage.contents import (
     Contents,
@@ -76,10 +74,7 @@ class PartMaker(Draft):
         self._is_local_name = matcher(local, "local")
         # Names and ids of all: the optimizer may hold parameters that are left out.
         self._chosen = selection.of_contents(contents)
-        for each in optims:
-            # State that was loaded before the optimizer's first step is taken up.
-            install_optimizer_hooks(each)
-        self._optims = [over_originals(each) for each in optims]
+        self._optims = [for_checkpoint(each) for each in optims]
         self._groups = [(o, group) for o in self._optims for group in o.param_groups]
         self._states = self._optimizer_states()
         self.facts = no_facts()
@@ -227,18 +222,17 @@ class PartMaker(Draft):
         found: States = {}
         for g, (optim, group) in enumerate(self._groups):
             for i, parameter in enumerate(group["params"]):
-                # ``optim.state`` is a defaultdict, and a read must not add a key.
-                state = optim.state.get(parameter, {})
+                state = plain_state(optim, parameter)
                 # A quantized weight is frozen, and optimizers may hold it idly.
                 if id(parameter) in wrappers and not state:
                     continue
                 if id(parameter) not in known:
                     raise not_in_module(parameter, g, i, "saved")
                 if state:
-                    held, plain = known[id(parameter)], plain_values(optim, state)
+                    held = known[id(parameter)]
                     found[id(parameter)] = {
                         key: readable_state(value, held, key)
-                        for key, value in plain.items()
+                        for key, value in state.items()
                     }
         return found
 

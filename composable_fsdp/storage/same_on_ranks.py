@@ -97,6 +97,7 @@ _KINDS = {
     "copies": _Kind(
         "The optimizer's {name}, of which several ranks hold copies,",
         "Step optimizers of all replicas alike.",
+        is_shared=False,
         is_shown=True,
     ),
 }
@@ -192,7 +193,12 @@ def tell_copies(
         if not groups or param.is_absent:
             continue
         told = [facts.setdefault(group, {}) for group in groups]
-        for key, value in states.get(id(param.tensor), {}).items():
+        found = states.get(id(param.tensor), {})
+        # A rank without elements tells nothing, and one without a state says so: ranks
+        # whose rectangles differ in size divide the unit at other places.
+        for each in told:
+            each[f"{param.names[0]} (states)"] = listed(sorted(map(repr, found)))
+        for key, value in found.items():
             where = f"{param.names[0]} (state {key!r})"
             # Elements would take a pass over memory; dtypes differ for free.
             if param.has_elements(key, value):

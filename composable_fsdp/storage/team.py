@@ -25,8 +25,8 @@ from composable_fsdp.errors import (
     DesyncError,
     FSDPError,
 )
-from composable_fsdp.storage.contents import units_in
-from composable_fsdp.storage.tensors import mesh_groups_in, ranks_of
+from composable_fsdp.storage.contents import mesh_groups_in, units_in
+from composable_fsdp.storage.tensors import ranks_of
 
 
 class SaveFuture(Future[None]):

@@ -8,7 +8,7 @@ cut, and equal values of all others, which the first of these ranks stores.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from composable_fsdp.errors import CheckpointError, PlanError
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.own_state_dict import is_wrapper as is_wrapper
-from composable_fsdp.planning import walk
+from composable_fsdp.optim.scalars import is_wrapper as is_wrapper
 from composable_fsdp.planning.dtensors import is_dtensor as is_dtensor
 from composable_fsdp.planning.dtensors import local_of as local_of
 from composable_fsdp.planning.dtensors import refuse_cuts, whole_of
@@ -35,31 +34,6 @@ Groups = Sequence[dist.ProcessGroup]
 def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     """Return the global ranks of a group."""
     return tuple(dist.get_process_group_ranks(group))
-
-
-def mesh_groups_in(module: nn.Module, units: Iterable[Any]) -> list[dist.ProcessGroup]:
-    """Return the groups of the meshes of DTensors and experts, each set once."""
-    # Units first: modules show plain parameters, and the units' forms know the meshes.
-    found: list[dist.ProcessGroup] = []
-    for unit in units:
-        # By index, because ranks of tensor parallelism may have other regions.
-        forms = unit.handle.layout.forms
-        for index in sorted(forms):
-            found += forms[index].mesh_groups
-        # Ranks with other experts are ranks of the model as well.
-        found += filter(None, [unit.handle.groups.experts])
-    for each in walk.modules(module):
-        for tensor in (*each._parameters.values(), *each._buffers.values()):
-            # Alike on all ranks. Outside of the mesh there is no group.
-            if is_dtensor(tensor):
-                given: Any = tensor
-                mesh = given.device_mesh
-                inside = mesh.get_coordinate() is not None
-                dims = range(mesh.ndim if inside else 0)
-                found += [mesh.get_group(dim) for dim in dims]
-    # Each slice of a mesh may have made a group of its own for the same ranks.
-    by_ranks = {ranks_of(group): group for group in reversed(found)}
-    return [by_ranks[r] for r in dict.fromkeys(map(ranks_of, found)) if len(r) > 1]
 
 
 def others_of(ref: ParamRef) -> Groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import fully_shard as torch_fsdp2
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from composable_fsdp import convert, load, save
+from composable_fsdp import convert, fully_shard, load, save
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.opening import open_source
 from tests.storage.samples import everything, sample, saved
@@ -237,3 +246,77 @@ def test_any_slice_of_a_tensor_cut_along_any_dim_is_read(
             for stop in (start, start + 1, min(start + 5, 120), 120):
                 part = source.read_model("cube", start, stop)
                 assert torch.equal(part, flat[start:stop])
+
+
+def shard_by(apply: Callable[[nn.Module], Any], model: nn.Sequential) -> nn.Module:
+    for layer in (*model, model):
+        apply(layer)
+    return model
+
+
+def fsdp1(model: nn.Sequential) -> nn.Module:
+    return TorchFSDP1(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def training(
+    shard: Callable[[nn.Sequential], nn.Module], seed: int
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = shard(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)))
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(4, 3)).square().mean().backward()
+    optim.step()
+    optim.zero_grad()
+    return model, optim
+
+
+def losses(model: nn.Module, optim: torch.optim.Optimizer) -> list[float]:
+    """Of three steps, which also tell the weights and moments of the first."""
+    found = []
+    for at in range(3):
+        loss = model(torch.full((4, 3), 0.5 - at)).square().mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def check_exchange(world: World, folder: Path) -> None:
+    sharded: Any = partial(shard_by, fully_shard)
+    theirs: Any = partial(shard_by, torch_fsdp2)
+    # FSDP1 by a full state dict to ours; on CPU, torch gives it moments of one memory.
+    first = training(fsdp1, 2)
+    with TorchFSDP1.state_dict_type(first[0], StateDictType.FULL_STATE_DICT):
+        weights = first[0].state_dict()
+    if world.rank == 0:
+        torch.save(weights, folder / "fsdp1.pt")
+    world.barrier()
+    ours = training(sharded, 3)
+    load(folder / "fsdp1.pt", ours[0])
+    assert losses(*ours)[0] == pytest.approx(losses(*first)[0], rel=1e-6)
+    # FSDP2 by DCP to ours.
+    model, optim = training(theirs, 1)
+    weights, state = get_state_dict(model, optim)
+    dcp_save({"model": weights, "optim": state}, checkpoint_id=folder / "fsdp2")
+    load(folder / "fsdp2", *ours)
+    save(folder / "native", *ours)
+    expected = losses(model, optim)
+    assert losses(*ours) == pytest.approx(expected, rel=1e-6)
+    # Ours by DCP to FSDP2.
+    if world.rank == 0:
+        convert(folder / "native", folder / "dcp", "dcp")
+    world.barrier()
+    again, again_optim = training(theirs, 4)
+    weights, state = get_state_dict(again, again_optim)
+    dcp_load({"model": weights, "optim": state}, checkpoint_id=folder / "dcp")
+    set_state_dict(again, again_optim, model_state_dict=weights, optim_state_dict=state)
+    assert losses(again, again_optim) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_torchs_fsdp_and_ours_take_each_others_checkpoints(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Weights of FSDP1, and weights and moments of FSDP2 both ways: the same losses."""
+    ranks(2).run(check_exchange, tmp_path)

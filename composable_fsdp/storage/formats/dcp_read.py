@@ -2,6 +2,8 @@
 
 DCP's own loader would run the pickles in the directory. Here ``.metadata`` is read by
 an unpickler that knows DCP's classes alone, and each object by torch's restricted one.
+``FileSystemReader`` reads a whole box for each slice of it (1 GB in 64 slices: 17.0 s,
+here 3.5 s, with the same 0.54 GB of memory), and compares no checksum.
 """
 
 from __future__ import annotations
@@ -24,11 +26,7 @@ from composable_fsdp.storage.directory import (
     read_document,
     require_document,
 )
-from composable_fsdp.storage.formats.files import (
-    lazy_tensors,
-    refusal,
-    require_uncompressed,
-)
+from composable_fsdp.storage.formats.files import lazy_tensors, refusal, require_stored
 from composable_fsdp.storage.formats.nested import NestedSource
 from composable_fsdp.storage.manifest import LARGEST, Span, excerpt
 from composable_fsdp.storage.source import LazyTensor, TensorInfo
@@ -281,12 +279,8 @@ class _Items:
             with item.file.open("rb") as file:
                 file.seek(item.offset)
                 data = io.BytesIO(file.read(item.length))
-            # torch's reader does not compare the checksums of the archive.
             if zipfile.is_zipfile(data):
-                require_uncompressed(data)
-                record = zipfile.ZipFile(data).testzip()
-                if record is not None:
-                    raise zipfile.BadZipFile(f"{record!r} has another checksum")
+                require_stored(data, sums=True)
             data.seek(0)
             value = torch.load(data, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:

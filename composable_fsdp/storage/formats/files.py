@@ -38,16 +38,34 @@ class SafetensorsSource(Source):
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
-        self._maps: dict[Path, Tensor] = {}
-        self._at: dict[str, tuple[Path, int]] = {}
-        self._model: dict[str, TensorInfo] = {}
+        self._files: dict[str, Any] = {}
+        model: dict[str, TensorInfo] = {}
         self.optim: Mapping[str, Mapping[str, TensorInfo]] = {}
         self.param_groups = None
         self.extra = None
         told: dict[str, str] = {}
         for file, wanted in _files(path).items():
-            told.update(self._open(file, wanted))
-        self.model = self._model
+            opened = _opened(file)
+            told.update(opened.metadata() or {})
+            names = opened.keys()
+            if wanted is not None and (missing := sorted(wanted - set(names))):
+                raise CheckpointError(
+                    f"{file} lacks {missing[:8]}, which {INDEX} says are in it. Copy "
+                    "the checkpoint again, with all its files."
+                )
+            for name in names:
+                # Tensors that the index does not assign to this file are ignored.
+                if wanted is not None and name not in wanted:
+                    continue
+                slices = opened.get_slice(name)
+                if (dtype := _DTYPES.get(slices.get_dtype())) is None:
+                    raise CheckpointError(
+                        f"{file}: {name!r} has the dtype {slices.get_dtype()}, which "
+                        "torch cannot hold."
+                    )
+                model[name] = TensorInfo(dtype, tuple(slices.get_shape()))
+                self._files[name] = opened
+        self.model = model
         # The metadata may hold any texts, also of other programs.
         self.aliases = {
             name: kept
@@ -55,52 +73,22 @@ class SafetensorsSource(Source):
             if kept in self.model and name not in self.model and name != "format"
         }
 
-    def _open(self, file: Path, wanted: set[str] | None) -> dict[str, str]:
-        """Add the tensors of a file, and return the file's metadata."""
-        header, begin = _header(file)
-        # The only key that is no tensor; the safetensors library accepts null there.
-        metadata: dict[str, str] = header.pop("__metadata__", None) or {}
-        if wanted is not None and not wanted <= header.keys():
-            missing = sorted(wanted - header.keys())
-            raise CheckpointError(
-                f"{file} lacks {missing[:8]}, which {INDEX} says are in it. Copy the "
-                "checkpoint again, with all its files."
-            )
-        # Tensors that the index does not assign to this file are ignored.
-        for name, entry in header.items():
-            if wanted is not None and name not in wanted:
-                continue
-            if (dtype := _DTYPES.get(entry["dtype"])) is None:
-                raise CheckpointError(
-                    f"{file}: {name!r} has the dtype {entry['dtype']}, which torch "
-                    "cannot hold."
-                )
-            self._model[name] = TensorInfo(dtype, tuple(entry["shape"]))
-            self._at[name] = (file, begin + entry["data_offsets"][0])
-        return metadata
-
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        info = self.model[name]
-        file, begin = self._at[name]
-        if start == stop:
-            return torch.empty(0, dtype=info.dtype, device="cpu")
-        if file not in self._maps:
-            size = file.stat().st_size
-            # Private (``shared=False``): writing into the result changes no file.
-            self._maps[file] = torch.from_file(
-                str(file), shared=False, size=size, dtype=torch.uint8
-            )
-        size = info.dtype.itemsize
-        raw = self._maps[file][begin + start * size : begin + stop * size]
-        if raw.numel() != (stop - start) * size:
-            raise CheckpointError(f"{file} ends before {name!r} does.")
-        if raw.storage_offset() % size:
-            raw = raw.clone()  # a view in ``dtype`` needs an aligned offset
-        return raw.view(info.dtype)
+        # Views of the mapped file, which is private: writing into them changes no file.
+        shape, parts = self.model[name].shape, []
+        for box in Span(start, stop).boxes(shape):
+            spans = zip(box.offsets, box.sizes, strict=True)
+            index = tuple(slice(at, at + size) for at, size in spans)
+            file: Any = self._files[name]
+            part = file.get_slice(name)[index] if index else file.get_tensor(name)
+            parts.append(part.reshape(-1))
+        if not parts:
+            return torch.empty(0, dtype=self.model[name].dtype, device="cpu")
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def close(self) -> None:
         """Drop the mappings; each ends with the last tensor that shares the memory."""
-        self._maps.clear()
+        self._files.clear()
 
 
 def _files(path: Path) -> dict[Path, set[str] | None]:
@@ -126,15 +114,12 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
     return {inner_file(path, file): wanted for file, wanted in names.items()}
 
 
-def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """Return a file's table of tensors, and the byte where the data begins."""
+def _opened(file: Path) -> Any:
+    """Return the library's reader, which has checked offsets, sizes and length."""
     try:
-        with safe_open(file, framework="pt"):
-            pass  # The library checks offsets, sizes and file length.
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            return json.loads(stream.read(length)), 8 + length
-    except (SafetensorError, OSError, ValueError) as error:
+        # Its types want ``with``; a mapping ends with the last tensor that shares it.
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{file} is no complete safetensors file: {error}. Copy it again."
         ) from error
@@ -234,7 +219,7 @@ def _shards(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
 def open_torch(path: Path) -> NestedSource:
     """Open a file that ``torch.save`` wrote."""
     try:
-        require_uncompressed(path)
+        require_stored(path, sums=False)
         tree = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise refusal(path, error) from error
@@ -255,30 +240,27 @@ class TorchSource(NestedSource):
     """A file that ``torch.save`` wrote, whose archive has a checksum per tensor."""
 
     def require_checksums(self) -> None:
-        # ``torch.load`` does not compare them (checked on torch 2.13).
         try:
-            with zipfile.ZipFile(self.path) as archive:
-                record = archive.testzip()
+            require_stored(self.path, sums=True)
         except Exception as error:  # zipfile raises many kinds of errors.
             raise CheckpointError(
-                f"{self.path} is damaged: {error}. Copy it again."
+                f"{self.path} is damaged: {error}. Copy it again (unless it was saved "
+                "after torch.serialization.set_crc32_options(False), which writes "
+                "wrong ones)."
             ) from error
-        if record is not None:
-            raise CheckpointError(
-                f"{self.path} is damaged: its record {record!r} has another checksum "
-                "than it says. Copy it again (unless it was saved after "
-                "torch.serialization.set_crc32_options(False), which writes wrong "
-                "ones)."
-            )
 
 
-def require_uncompressed(file: Path | IO[bytes]) -> None:
-    """Raise zipfile.BadZipFile, naming the record, if a record is compressed."""
+def require_stored(file: str | Path | IO[bytes], *, sums: bool) -> None:
+    """Raise zipfile.BadZipFile for a compressed record, or (``sums``) a damaged one."""
     # ``torch.save`` compresses none; mapped, packed bytes would be taken for values.
     with zipfile.ZipFile(file) as archive:
         for record in archive.infolist():
             if record.compress_type != zipfile.ZIP_STORED:
                 raise zipfile.BadZipFile(f"record {record.filename!r} is compressed")
+        # ``torch.load`` does not compare checksums (checked on torch 2.13).
+        if sums and (name := archive.testzip()) is not None:
+            told = f"its record {name!r} has another checksum than it says"
+            raise zipfile.BadZipFile(told)
 
 
 def refusal(what: object, error: Exception) -> CheckpointError:
