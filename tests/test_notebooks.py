@@ -1,17 +1,15 @@
-"""The notebooks run from top to bottom, each in a fresh process."""
+"""The notebooks run from top to bottom, each in a process of its own."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+from tests.support.scripts import run_script
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs" / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.few(1)
@@ -24,17 +22,9 @@ def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
         c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"
     ]
     text = "\n".join("".join(cell["source"]) for cell in cells)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    (tmp_path / "cells.py").write_text(text)
 
-    done = subprocess.run(
-        [sys.executable, "-c", text],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    status, output = run_script("cells.py", ranks=1, folder=tmp_path)
 
-    assert done.returncode == 0, done.stdout
+    assert status == 0, output
     assert not any(cell["outputs"] for cell in cells)
