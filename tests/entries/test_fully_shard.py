@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import pydoc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +15,8 @@ from torch import nn
 from composable_fsdp import (
     ModuleWrapPolicy,
     fully_shard,
+    replicate,
 )
-from composable_fsdp.naming import join_name
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyBlock, TinyGPT
 from tests.support.on_ranks import on_ranks
@@ -27,26 +31,8 @@ from tests.support.reference import (
     train,
     train_reference,
 )
+from tests.support.sharded import RankCount
 from tests.support.world import World
-
-
-@pytest.mark.req("S1-27", "S1-25")
-@pytest.mark.parametrize("style", ["manual", "auto"])
-@pytest.mark.parametrize("path", PATHS)
-def test_the_units_are_the_same_by_hand_and_by_policy_on_both_paths(
-    one_rank: World, path: str, style: str
-) -> None:
-    """The model and its blocks, and each parameter in exactly one of them."""
-    plain = TinyGPT()
-    units = gpt_units(plain)
-    names = [name for name, _ in plain.named_parameters()]
-    model = apply_units(plain, units, path=path, style=style)
-    model(gpt_input(0, 0))
-    states = _get_fsdp_states(model)
-
-    assert [state.fqn for state in states] == ["", *units]
-    held = [join_name(s.fqn, name) for s in states for name in s.handle._fqns]
-    assert sorted(held) == sorted(names)
 
 
 @pytest.mark.req("B-01", "S1-35")
@@ -127,3 +113,52 @@ def test_a_child_may_run_before_its_parent(world: World) -> None:
 
     assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
     assert torch.equal(model.blocks[0](x), plain.blocks[0](x))
+
+
+def train_mixed(world: World, inner: str, outer: str) -> list[str]:
+    """Shard the blocks on one path and the rest on the other; train."""
+    model = TinyGPT()
+    plain = copy.deepcopy(model)
+    for index in range(2):
+        model.blocks[index] = apply_units(model.blocks[index], [], path=inner)
+    sharded = apply_units(model, [], path=outer)
+
+    expected = train_reference(plain, world.world_size, gpt_input, adamw)
+    losses = train(sharded, world.rank, gpt_input, adamw)
+
+    mine = [step[world.rank] for step in expected]
+    assert_same_training(sharded, plain, losses, mine)
+    return [state.fqn for state in _get_fsdp_states(sharded)]
+
+
+@pytest.mark.req("S1-23", "S1-22")
+@pytest.mark.parametrize("outer", PATHS)
+@pytest.mark.parametrize("inner", PATHS)
+def test_the_paths_can_be_mixed_in_one_model(
+    ranks: RankCount, inner: str, outer: str
+) -> None:
+    """Wrapper inside composable and the other way round: one tree, right numbers."""
+    names = ranks(2).run(train_mixed, inner, outer)
+
+    assert names == [["", "blocks.0", "blocks.1"]] * 2
+
+
+@pytest.mark.req("N-04")
+@pytest.mark.parametrize("api", [fully_shard, replicate])
+def test_help_shows_every_argument_and_the_result(api: Callable[..., Any]) -> None:
+    """As for a plain function: one signature, then the docstring."""
+    signature = inspect.signature(api)
+    names = list(signature.parameters)
+
+    assert names[0] == "module"
+    assert signature.return_annotation == signature.parameters["module"].annotation
+    assert not any(
+        each.kind is each.VAR_KEYWORD for each in signature.parameters.values()
+    )
+    shown = pydoc.plain(pydoc.render_doc(api))
+    assert f"{api.__name__}(" in shown
+    head, body = shown.split("->", 1)
+    for name in names:
+        assert f"{name}:" in head
+        assert name in body
+    assert "composable API" not in shown

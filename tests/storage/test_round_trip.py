@@ -285,29 +285,3 @@ def test_parameters_of_a_single_rank_resume_in_shards_of_any_block(
         load_and_go_on, tmp_path / "rows", "composable", whole
     ):
         assert loaded.keys() == saved.keys()
-
-
-def check_few_elements(world: World, folder: Path) -> bool:
-    def tiny(seed: float) -> nn.Module:
-        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 2))
-        nn.init.constant_(model.get_parameter("0.weight"), seed)
-        fully_shard(model[0])
-        return fully_shard(model)
-
-    model = tiny(3.0)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 1)).sum().backward()
-    optimizer.step()
-    save(folder / "tiny", model, optimizer)
-    again = tiny(5.0)
-    adam = torch.optim.Adam(again.parameters())
-    load(folder / "tiny", again, adam)
-    return same(everything(model, optimizer), everything(again, adam))
-
-
-@pytest.mark.req("X-24")
-def test_more_ranks_than_elements_save_and_load(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """Ranks without an element of a parameter take part all the same."""
-    assert ranks(4).run(check_few_elements, tmp_path) == [True] * 4

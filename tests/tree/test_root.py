@@ -18,7 +18,6 @@ from composable_fsdp.tree.state import (
     OWNERS,
     _FSDPState,
     _get_module_fsdp_state,
-    _RootFSDPState,
 )
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from tests.planning.trees import linears
@@ -38,22 +37,6 @@ def state_of(module: nn.Module) -> _FSDPState:
     state = _get_module_fsdp_state(module)
     assert state is not None
     return state
-
-
-@pytest.mark.req("S1-03", "S1-04")
-def test_after_the_first_forward_the_root_has_the_lists_of_a_fresh_walk(
-    one_rank: World,
-) -> None:
-    """States and handles, in ``.modules()`` order, as tuples."""
-    model = nested()
-
-    model(torch.ones(1, 4))
-    root = state_of(model)
-
-    assert isinstance(root, _RootFSDPState)
-    assert root._all_fsdp_states == tuple(_get_fsdp_states(model))
-    assert root._all_handles == tuple(_get_fsdp_handles(model))
-    assert [s._is_root for s in root._all_fsdp_states] == [True, False, False]
 
 
 @pytest.mark.req("S1-04", "S1-05")
