@@ -5,15 +5,13 @@ Other devices than the CPU are played by fake tensors; the GPU tests have real o
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +21,7 @@ from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.errors import PlanError
 from composable_fsdp.features.passages.containers import Given
 from composable_fsdp.features.passages.full import moving_to
+from tests.runtime.corners import OPEN, WRAPS
 from tests.support.models import TinyGPT
 from tests.support.reference import (
     backward,
@@ -34,42 +33,6 @@ from tests.support.world import World
 CPU = torch.device("cpu")
 META = torch.device("meta")
 CUDA = torch.device("cuda", 0)
-
-
-@dataclass
-class Result:
-    """A dataclass that pytree does not know."""
-
-    value: Tensor
-    rest: dict[str, list[Tensor]]
-    note: str = "kept"
-
-
-class ModelOutput(OrderedDict[str, Tensor]):
-    """A dict with attributes, as transformers has."""
-
-    def __getattr__(self, name: str) -> Tensor:
-        return self[name]
-
-
-WRAPS: dict[str, Callable[[Tensor], Any]] = {
-    "tensor": lambda y: y,
-    "tuple": lambda y: (None, y),
-    "list": lambda y: [y, 3],
-    "dict": lambda y: {"y": y, "n": "text"},
-    "dataclass": lambda y: Result(y, {"more": [y * 2]}),
-    "nested": lambda y: {"a": [(y, {"b": y + 1})]},
-    "output": lambda y: ModelOutput(logits=y),
-}
-OPEN: dict[str, Callable[[Any], Tensor]] = {
-    "tensor": lambda o: o,
-    "tuple": lambda o: o[1],
-    "list": lambda o: o[0],
-    "dict": lambda o: o["y"],
-    "dataclass": lambda o: o.rest["more"][0],
-    "nested": lambda o: o["a"][0][1]["b"],
-    "output": lambda o: o.logits,
-}
 
 
 def on_cuda(*shape: int) -> nn.Parameter:
