@@ -162,6 +162,9 @@ def test_the_documented_idioms_find_states_roots_and_handles(one_rank: World) ->
     assert _get_fsdp_handles(model) == [state.handle for state in states]
     assert _get_fsdp_states(first) == states[:3]
     assert _get_fsdp_states(first.blocks) == states[1:3]
+    pair = linears(2)
+    fully_shard([*pair])
+    assert len(_get_fsdp_states(pair)) == 1
 
 
 @pytest.mark.req("X-31")
