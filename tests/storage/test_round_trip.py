@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import safetensors
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp import (
     Block,
@@ -285,3 +287,20 @@ def test_parameters_of_a_single_rank_resume_in_shards_of_any_block(
         load_and_go_on, tmp_path / "rows", "composable", whole
     ):
         assert loaded.keys() == saved.keys()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what compile imports
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, torch.compile])
+def test_a_checkpoint_has_the_names_inside_of_ddp_and_compile(
+    one_rank: World, tmp_path: Path, wrap: Callable[[nn.Module], Any]
+) -> None:
+    """What is saved of a wrapped model is loaded into the plain one, and back."""
+    saved, plain, again = (nn.Linear(4, 4) for _ in range(3))
+
+    save(tmp_path / "wrapped", wrap(saved))
+    load(tmp_path / "wrapped", plain)
+    save(tmp_path / "plain", plain)
+    load(tmp_path / "plain", wrap(again))
+
+    assert torch.equal(plain.weight, saved.weight)
+    assert torch.equal(again.weight, saved.weight)
