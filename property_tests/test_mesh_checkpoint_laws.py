@@ -154,6 +154,14 @@ def laws(draw: st.DrawFn) -> Law:
     # A tensor in no unit of fewer rows than ranks.
     law=Law(((1,),), Placement(1, (0,), 0, Block.ROW), Placement(1, (0,), 0, Block.ROW))
 )
+@example(
+    # More ranks than elements, in a unit.
+    law=Law(
+        ((1, 1), (2,)),
+        Placement(0, (0, 0), 2, Block.ROW),
+        Placement(0, (0, 0), 2, Block.ELEMENT),
+    )
+)
 def test_a_checkpoint_goes_from_any_placement_to_any_and_back(
     ranks: RankCount, tmp_path: Path, law: Law
 ) -> None:
