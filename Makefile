@@ -78,8 +78,8 @@ bench-full: $(DEV) ## every cell of every benchmark, an hour
 package: $(DEV) ## build the wheel, install it into a new environment, run the quickstart
 	$(PY) -m tests.package
 
-docs: $(DOCS) ## run the scripts of all pages, and build the pages; a warning is an error
-	$(PY) -m pytest -n $(JOBS) --full-matrix tests/test_pages.py -k by_its_command
+docs: $(DOCS) ## run the scripts and notebooks of all pages, and build the pages; a warning is an error
+	$(PY) -m pytest -n $(JOBS) --full-matrix tests/test_pages.py -k "by_its_command or notebook"
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
 

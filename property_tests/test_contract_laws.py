@@ -31,7 +31,7 @@ class Edit(NamedTuple):
 
 EDITS = st.builds(
     Edit,
-    st.sampled_from(["rename", "remove", "clear", "move to the end"]),
+    st.sampled_from(["rename", "remove", "clear", "move to the end", "add"]),
     st.integers(0, 30),
 )
 ABSENT = st.integers(0, 63)
@@ -75,6 +75,9 @@ def perform(edit: Edit, module: nn.Module) -> None:
     table, name = places[edit.where % len(places)]
     if edit.how == "clear":
         table[name] = None
+        return
+    if edit.how == "add":
+        table["added"] = table[name]
         return
     value = table.pop(name)
     if edit.how == "rename":

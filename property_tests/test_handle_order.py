@@ -49,7 +49,7 @@ UNIT_IN_TWO_PLACES = ModelRecipe(
 
 
 @pytest.mark.req("S1-16", "S1-17", "S1-18", "S1-19", "S1-22", "S1-23", "S1-26")
-@pytest.mark.req("S1-28", "S0-09", "S1-11", "S1-03", "S1-04")
+@pytest.mark.req("S1-27", "S1-28", "S0-09", "S1-11", "S1-03", "S1-04")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @examples(12)
 @given(recipes=batches(model_recipes(2, 2, UNMARKED) | model_recipes(2, 2, MARKED)))

@@ -162,6 +162,14 @@ def laws(draw: st.DrawFn) -> Law:
         Placement(2, (0, 0, 0, 0), 3, Block.ROW),
     )
 )
+@example(
+    # More ranks than elements, in a unit.
+    law=Law(
+        ((1, 1), (2,)),
+        Placement(0, (0, 0), 2, Block.ROW),
+        Placement(0, (0, 0), 2, Block.ELEMENT),
+    )
+)
 def test_a_checkpoint_goes_from_any_placement_to_any_and_back(
     ranks: RankCount, tmp_path: Path, law: Law
 ) -> None:

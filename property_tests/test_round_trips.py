@@ -92,7 +92,7 @@ def load_all(
         assert _same(optim_state_dict(model, optimizer), state)
 
 
-@pytest.mark.req("S1-15", "S1-34", "X-28")
+@pytest.mark.req("S1-09", "S1-15", "S1-34", "X-28")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 3), (2, 2)])
 @examples(4)

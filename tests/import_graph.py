@@ -11,6 +11,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGE = "composable_fsdp"
@@ -170,15 +171,22 @@ def layer_of(part: str) -> int | None:
     return next((i for i, layer in enumerate(LAYERS) if part in layer), None)
 
 
+def targets(modules: dict[str, Module]) -> dict[str, set[str]]:
+    """Return the modules of the package that each of them imports."""
+    found: dict[str, set[str]] = {name: set() for name in modules}
+    for edge in inner_edges(modules):
+        if edge.target in modules:
+            found[edge.module.name].add(edge.target)
+    return found
+
+
 def reached_from(modules: dict[str, Module], start: str) -> set[str]:
     """Return all modules that ``start`` imports, directly or through others."""
-    edges: dict[str, set[str]] = {}
-    for edge in inner_edges(modules):
-        edges.setdefault(edge.module.name, set()).add(edge.target)
+    edges = targets(modules)
     found: set[str] = set()
     waiting = [start]
     while waiting:
-        for target in edges.get(waiting.pop(), set()) - found:
+        for target in edges[waiting.pop()] - found:
             found.add(target)
             waiting.append(target)
     return found
@@ -215,30 +223,9 @@ def _refused(edge: Edge) -> str | None:
 
 
 def cycles(modules: dict[str, Module]) -> list[str]:
-    """Return the cycles of imports as ``a -> b -> a``, at least one for each knot."""
-    targets: dict[str, list[str]] = {name: [] for name in modules}
-    for edge in inner_edges(modules):
-        if edge.target in modules:
-            targets[edge.module.name].append(edge.target)
-    done: set[str] = set()
-    found: list[str] = []
-    for start in modules:
-        _walk(start, targets, [], done, found)
-    return found
-
-
-def _walk(
-    name: str,
-    targets: dict[str, list[str]],
-    trail: list[str],
-    done: set[str],
-    found: list[str],
-) -> None:
-    if name in trail:
-        found.append(" -> ".join([*trail[trail.index(name) :], name]))
-        return
-    if name in done:
-        return
-    for target in targets[name]:
-        _walk(target, targets, [*trail, name], done, found)
-    done.add(name)
+    """Return a cycle of imports as ``a -> b -> a``, if there is one."""
+    try:
+        TopologicalSorter(targets(modules)).prepare()
+    except CycleError as error:
+        return [" -> ".join(error.args[1])]
+    return []

@@ -40,6 +40,8 @@ _COLLECTIVE_STARTS = (
 _COLLECTIVE_NAMES = frozenset({"barrier", "reduce"})
 _FACTORIES = frozenset(function.__name__ for function in _device_constructors())
 """What ``torch.device`` as a context and ``torch.set_default_device`` act on."""
+_ENTRY = "if __name__ == '__main__':\n    raise SystemExit(main())"
+"""What the door ``__main__`` does beside."""
 _GROUP_MAKERS = ("new_group", "new_subgroups", "split_group")
 
 # Methods of a process group. The object cannot be resolved from syntax, so these are
@@ -185,15 +187,9 @@ def door_logic(modules: dict[str, Module]) -> list[str]:
         for module in modules.values()
         # The package itself resolves its names when they are used.
         if module.part in DOORS and module.part
-        for statement in _beyond_names(module)
+        for statement in module.tree.body
+        if not _passes_names(statement)
     ]
-
-
-def _beyond_names(module: Module) -> list[ast.stmt]:
-    rest = [node for node in module.tree.body if not _passes_names(node)]
-    if module.part == "__main__" and len(rest) == 1 and _one_call(rest[0]):
-        return []
-    return rest
 
 
 def _passes_names(node: ast.stmt) -> bool:
@@ -201,17 +197,8 @@ def _passes_names(node: ast.stmt) -> bool:
         return True
     if isinstance(node, ast.Assign):
         return [ast.unparse(target) for target in node.targets] == ["__all__"]
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-def _one_call(node: ast.stmt) -> bool:
-    """``main()``, or ``raise SystemExit(main())``, or these under ``if __name__``."""
-    if isinstance(node, ast.If):
-        return len(node.body) == 1 and not node.orelse and _one_call(node.body[0])
-    if not isinstance(node, ast.Expr | ast.Raise):
-        return False
-    called = [ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)]
-    return len([name for name in called if name not in {"sys.exit", "SystemExit"}]) == 1
+    constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return constant or ast.unparse(node) == _ENTRY
 
 
 def _code_lines(

@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import run_all  # noqa: E402  # from the folder of the examples
 
 ELSEWHERE = {"elastic_resume.py"}
-"""Of which ``tests/faults/test_signals.py`` runs more than this."""
+"""Of which ``tests/faults/test_deaths.py`` runs more than this."""
 NAMES = [each.path.name for each in run_all.examples()]
 EVERYDAY = "meta_init.py"
 """The others run with ``--full-matrix``, and all of them by ``make examples``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -29,22 +28,17 @@ _OTHERS = [
 """The modules with further public names, by topic."""
 
 
-@pytest.fixture
-def names() -> Sequence[str]:
-    listed: Sequence[str] | None = getattr(composable_fsdp, "__all__", None)
-    if listed is None:
-        pytest.skip("composable_fsdp lists no public names yet")
-    return listed
+NAMES = composable_fsdp.__all__
 
 
-def test_public_names_are_sorted_and_unique(names: Sequence[str]) -> None:
+def test_public_names_are_sorted_and_unique() -> None:
     """``__all__`` is in sorted order without repeats."""
-    assert list(names) == sorted(set(names))
+    assert list(NAMES) == sorted(set(NAMES))
 
 
-def test_public_names_can_be_imported(names: Sequence[str]) -> None:
+def test_public_names_can_be_imported() -> None:
     """Every listed name exists."""
-    missing = [name for name in names if not hasattr(composable_fsdp, name)]
+    missing = [name for name in NAMES if not hasattr(composable_fsdp, name)]
 
     assert missing == []
 
@@ -68,11 +62,9 @@ def test_a_name_of_another_module_is_answered_by_its_import() -> None:
 
 
 @pytest.mark.req("S1-41")
-def test_public_classes_and_functions_have_docstrings_of_their_own(
-    names: Sequence[str],
-) -> None:
+def test_public_classes_and_functions_have_docstrings_of_their_own() -> None:
     """Whatever can be called is documented, not by what it inherits."""
-    things = {name: getattr(composable_fsdp, name, None) for name in names}
+    things = {name: getattr(composable_fsdp, name, None) for name in NAMES}
     bare = [
         name
         for name, thing in things.items()
@@ -85,7 +77,7 @@ def test_public_classes_and_functions_have_docstrings_of_their_own(
 
 
 @pytest.mark.req("N-08")
-def test_the_reference_has_every_public_name_once(names: Sequence[str]) -> None:
+def test_the_reference_has_every_public_name_once() -> None:
     """Each name is on one page of the API reference, and in its table of contents."""
     folder = Path(__file__).parents[1] / "docs" / "reference"
     pages = [path.read_text() for path in sorted(folder.glob("*.md"))]
@@ -95,21 +87,21 @@ def test_the_reference_has_every_public_name_once(names: Sequence[str]) -> None:
     listed = re.findall(r"`(\w+)`", (folder / "index.md").read_text())
 
     others = {name for home in _OTHERS for name in import_module(home).__all__}
-    assert {*names, *others} - set(last) == set()
+    assert {*NAMES, *others} - set(last) == set()
     assert sorted(last) == sorted(set(last))
     assert set(last) - set(listed) == set()
 
 
 @pytest.mark.req("N-08")
-def test_the_reference_shows_every_name_in_an_example(names: Sequence[str]) -> None:
+def test_the_reference_shows_every_name_in_an_example() -> None:
     """In the examples of a topic's page, or of the docstring; all of them run."""
     folder = Path(__file__).parents[1] / "docs" / "reference"
     fence = re.compile(r"^```py(?:con|thon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     shown = [fence.findall(path.read_text()) for path in folder.glob("*.md")]
     used = set(re.findall(r"\w+", " ".join(code for page in shown for code in page)))
-    docs = {name: getattr(composable_fsdp, name).__doc__ or "" for name in names}
+    docs = {name: getattr(composable_fsdp, name).__doc__ or "" for name in NAMES}
 
-    assert [n for n in names if n not in used and ">>> " not in docs[n]] == []
+    assert [n for n in NAMES if n not in used and ">>> " not in docs[n]] == []
 
 
 FIRST = """

@@ -58,7 +58,7 @@ def sent(calls: Sequence[CallRecord], op: str) -> int:
 
 
 @pytest.mark.req("B-14")
-@on_ranks(1, 2, 3)
+@on_ranks(2, 3)
 @both_paths
 @pytest.mark.parametrize("who", ["no_sync", "all", "blocks", "root"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
@@ -80,10 +80,10 @@ def test_units_that_do_not_sync_accumulate_without_communication(
         backward(model, 2, world.rank)
 
     whole = strategy is ShardingStrategy.NO_SHARD
-    op, alone = "all_reduce" if whole else "reduce_scatter", world.world_size == 1
+    op = "all_reduce" if whole else "reduce_scatter"
     # Whole gradients are reduced region by region, shards of a unit at once.
     root, *blocks = (
-        0 if alone else len(state.handle.layout.trainable) if whole else 1
+        len(state.handle.layout.trainable) if whole else 1
         for state in _get_fsdp_states(model)
     )
     synced = {"blocks": root, "root": sum(blocks)}.get(who, 0)
@@ -119,7 +119,7 @@ def test_hybrid_units_all_reduce_at_the_last_micro_batch_only(world: World) -> N
         for s in _get_fsdp_states(model)
         for r in s.handle.layout.trainable
     ]
-    set_requires_all_reduce(model, True)
+    set_requires_gradient_sync(model, True)  # turns both on, as in FSDP2
     with record() as calls:
         backward(model, 2, world.rank)
 

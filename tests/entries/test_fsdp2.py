@@ -1,11 +1,9 @@
-"""A script for torch's FSDP2 runs with its import line changed, and finds the same."""
+"""FSDP2's door has the names of torch, with their arguments."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,20 +13,14 @@ import torch.distributed.fsdp
 from composable_fsdp import (
     fsdp2,
 )
-from tests.support.sharded import RankCount
-from tests.support.world import World
 
 TORCH = "torch.distributed.fsdp"
-SCRIPT = Path(__file__).with_name("fsdp2_script.py")
 NAMES = [
     name
     for name in torch.distributed.fsdp.__all__
     if getattr(torch.distributed.fsdp, name).__module__ == TORCH
 ]
 """FSDP2's names in torch; torch marks them by the module they say they are from."""
-
-
-# ---- names and arguments ---------------------------------------------------------
 
 
 def plain(value: object) -> object:
@@ -104,79 +96,3 @@ def test_the_dims_of_a_mesh_are_named_as_in_torch() -> None:
     assert (dims.shard_names, dims.replicate_names) == (("a", "b"), ("c",))
     with pytest.raises(ValueError, match="expects shard or replicate"):
         fsdp2.DataParallelMeshDims()
-
-
-# ---- the same script -------------------------------------------------------------
-
-
-def run_script(world: World, package: str, case: str) -> dict[str, Any]:
-    """Run the script's text with its imports from ``package``; what it returns."""
-    text = SCRIPT.read_text().replace(TORCH, package)
-    names: dict[str, Any] = {"__name__": f"script_for_{package}"}
-    with warnings.catch_warnings():
-        if package == TORCH:
-            warnings.simplefilter("ignore")
-        exec(compile(text, SCRIPT.name, "exec"), names)
-        result: dict[str, Any] = names["main"](case)
-    return result
-
-
-def assert_same(ranks: RankCount, world_size: int, case: str) -> None:
-    theirs = ranks(world_size).run(run_script, TORCH, case)
-    ours = ranks(world_size).run(run_script, "composable_fsdp.fsdp2", case)
-
-    tolerance = 2e-2 if "bf16" in case else 1e-5
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine["losses"] == pytest.approx(other["losses"], rel=tolerance)
-        assert list(mine["state"]) == list(other["state"])
-        for name, value in other["state"].items():
-            torch.testing.assert_close(
-                torch.tensor(mine["state"][name]),
-                torch.tensor(value),
-                rtol=tolerance,
-                atol=tolerance,
-            )
-
-
-CASES = [
-    "plain",
-    "bf16",
-    "bf16 reduced in fp32",
-    "fp32 out of bf16",
-    "kept",
-    "resharded",
-    "number of ranks",
-    "one rank",
-    "offload",
-    "ignored",
-    "placed",
-    "list",
-    "prefetch",
-    "factor",
-    "hook",
-    "set resharding",
-    "method",
-    "shared",
-    "event",
-    "accumulate",
-    "keep and accumulate",
-    "by hand",
-    "clipped",
-    "recovered",
-]
-
-
-@pytest.mark.few(6)
-@pytest.mark.req("N-05")
-@pytest.mark.parametrize("case", CASES)
-def test_a_script_for_fsdp2_runs_with_its_import_changed(
-    ranks: RankCount, case: str
-) -> None:
-    """Losses and full state dicts are equal."""
-    assert_same(ranks, 2, case)
-
-
-@pytest.mark.req("N-05")
-def test_a_script_for_two_dims_runs_with_its_import_changed(ranks: RankCount) -> None:
-    """Two replicas of two shards, whose sums wait."""
-    assert_same(ranks, 4, "replicas, accumulate shards")

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import pydoc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import composable_fsdp
 from composable_fsdp import (
     ModuleWrapPolicy,
     fully_shard,
+    replicate,
 )
-from composable_fsdp.naming import join_name
+from composable_fsdp.comm.nodes import groups_for
+from composable_fsdp.compose.registry import API
+from composable_fsdp.config import ShardingStrategy
+from composable_fsdp.entries.apply import prepare
+from composable_fsdp.flat.build import build_handle
+from composable_fsdp.planning.assign import PlanRequest, assign_units
+from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.runtime.build import build_units
+from composable_fsdp.tools.sharding_plan import plan_modules
+from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyBlock, TinyGPT
 from tests.support.on_ranks import on_ranks
@@ -27,26 +42,8 @@ from tests.support.reference import (
     train,
     train_reference,
 )
+from tests.support.sharded import RankCount
 from tests.support.world import World
-
-
-@pytest.mark.req("S1-27", "S1-25")
-@pytest.mark.parametrize("style", ["manual", "auto"])
-@pytest.mark.parametrize("path", PATHS)
-def test_the_units_are_the_same_by_hand_and_by_policy_on_both_paths(
-    one_rank: World, path: str, style: str
-) -> None:
-    """The model and its blocks, and each parameter in exactly one of them."""
-    plain = TinyGPT()
-    units = gpt_units(plain)
-    names = [name for name, _ in plain.named_parameters()]
-    model = apply_units(plain, units, path=path, style=style)
-    model(gpt_input(0, 0))
-    states = _get_fsdp_states(model)
-
-    assert [state.fqn for state in states] == ["", *units]
-    held = [join_name(s.fqn, name) for s in states for name in s.handle._fqns]
-    assert sorted(held) == sorted(names)
 
 
 @pytest.mark.req("B-01", "S1-35")
@@ -127,3 +124,95 @@ def test_a_child_may_run_before_its_parent(world: World) -> None:
 
     assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
     assert torch.equal(model.blocks[0](x), plain.blocks[0](x))
+
+
+def train_mixed(world: World, inner: str, outer: str) -> list[str]:
+    """Shard the blocks on one path and the rest on the other; train."""
+    model = TinyGPT()
+    plain = copy.deepcopy(model)
+    for index in range(2):
+        model.blocks[index] = apply_units(model.blocks[index], [], path=inner)
+    sharded = apply_units(model, [], path=outer)
+
+    expected = train_reference(plain, world.world_size, gpt_input, adamw)
+    losses = train(sharded, world.rank, gpt_input, adamw)
+
+    mine = [step[world.rank] for step in expected]
+    assert_same_training(sharded, plain, losses, mine)
+    return [state.fqn for state in _get_fsdp_states(sharded)]
+
+
+@pytest.mark.req("S1-23", "S1-22")
+@pytest.mark.parametrize("outer", PATHS)
+@pytest.mark.parametrize("inner", PATHS)
+def test_the_paths_can_be_mixed_in_one_model(
+    ranks: RankCount, inner: str, outer: str
+) -> None:
+    """Wrapper inside composable and the other way round: one tree, right numbers."""
+    names = ranks(2).run(train_mixed, inner, outer)
+
+    assert names == [["", "blocks.0", "blocks.1"]] * 2
+
+
+@pytest.mark.req("N-04")
+@pytest.mark.parametrize("api", [fully_shard, replicate])
+def test_help_shows_every_argument_and_the_result(api: Callable[..., Any]) -> None:
+    """As for a plain function: one signature, then the docstring."""
+    signature = inspect.signature(api)
+    names = list(signature.parameters)
+
+    assert names[0] == "module"
+    assert signature.return_annotation == signature.parameters["module"].annotation
+    assert not any(
+        each.kind is each.VAR_KEYWORD for each in signature.parameters.values()
+    )
+    shown = pydoc.plain(pydoc.render_doc(api))
+    assert f"{api.__name__}(" in shown
+    head, body = shown.split("->", 1)
+    for name in names:
+        assert f"{name}:" in head
+        assert name in body
+    assert "composable API" not in shown
+
+
+@pytest.mark.req("S1-39")
+def test_the_stages_of_an_application_can_run_alone(one_rank: World) -> None:
+    """Options without a module, units without ranks, buffers without a state; hooks
+    come last."""
+    model, request = nn.Linear(2, 2), PlanRequest(UnitOptions(), world_size=1)
+    before = [id(p) for p in model.parameters()]
+
+    application = prepare(UnitOptions(strategy=ShardingStrategy.NO_SHARD))
+    with pytest.raises(AttributeError):
+        application.device_id = None  # type: ignore[misc]
+    (unit,) = assign_units([model], PlanRequest(UnitOptions(), world_size=4))
+    assert [id(p) for p, _ in unit.parameters] == before
+    _, (target,) = plan_modules([model], request)
+    groups = groups_for(application.ranks, ShardingStrategy.FULL_SHARD)
+    handle = build_handle(target, groups=groups, device=one_rank.device)
+    assert handle.leaves == (model.weight, model.bias)
+    assert not model._forward_pre_hooks
+
+    other, state = nn.Linear(2, 2), _FSDPState()
+    _, targets = plan_modules([other], request)
+    states = build_units(
+        targets,
+        state,
+        ranks=application.ranks,
+        device=one_rank.device,
+        before=None,
+        awaiting=(),
+        synced=False,
+        api=API,
+    )
+    assert states == [state]
+    assert len(other._forward_pre_hooks) == 1
+
+
+@pytest.mark.req("S1-29")
+def test_the_public_surface_uses_one_term_for_names() -> None:
+    """No HandleConfig, no module-to-handles map, no word for a name but ``fqn``."""
+    gone = {"HandleConfig", "_module_to_handles", "_module_to_handle", "prefixed_name"}
+
+    assert not gone & {*_FSDPState.__slots__, *vars(composable_fsdp)}
+    assert "fqn" in _FSDPState.__slots__

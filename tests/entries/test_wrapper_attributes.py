@@ -117,3 +117,17 @@ def test_an_unknown_attribute_names_the_wrapper(one_rank: World) -> None:
     )
     assert model.weight is model.module.weight
     assert not hasattr(model, "lenght")
+
+
+@pytest.mark.req("S0-06")
+def test_use_orig_params_false_warns_once_and_is_taken_as_true(
+    one_rank: World,
+) -> None:
+    """Parameters are the original ones whatever is asked."""
+    plain = tiny_mlp()
+    before = list(plain.parameters())
+
+    with pytest.warns(UserWarning, match="use_orig_params=False is taken as True"):
+        model = FullyShardedDataParallel(plain, use_orig_params=False)
+
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))

@@ -1,17 +1,28 @@
-"""A rank that dies, ends early or is stopped: what the others say, and how soon."""
+"""A rank that dies, ends early, is stopped or gets a signal: what the others do."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import subprocess
+import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from composable_fsdp import verify
+from composable_fsdp import save, verify
+from composable_fsdp.comm import nodes
+from composable_fsdp.storage import save as saving
 from tests.faults.blocks import train_faulty
 from tests.support import seam
+from tests.support.scripts import launch
+from tests.support.sharded import RankCount, gpt, message_of
 from tests.support.short_waits import shorten_waits
+from tests.support.world import World
 
 SOON = 5.0
 """Seconds within which the ranks that live have ended after a death."""
@@ -143,3 +154,103 @@ def test_what_another_rank_did_is_named_at_once(tmp_path: Path, fault: str) -> N
     for ended, words in zip((first, last), TOLD[fault], strict=True):
         for each in words:
             assert re.search(each, raised(ended.output)), ended.output
+
+
+def stop_this_process(seconds: float) -> None:
+    """SIGSTOP, and a SIGCONT from outside after ``seconds``."""
+    wake = f"sleep {seconds}; kill -CONT {os.getpid()}"
+    with subprocess.Popen(["sh", "-c", wake]) as waker:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        waker.wait()
+
+
+def stopped_inside(world: World, folder: Path) -> str:
+    model = gpt("composable")
+    real: Any = vars(saving)["write_file"]
+
+    def write_file(*args: Any, **options: Any) -> Any:
+        if world.rank == 1:
+            stop_this_process(2.5)
+        return real(*args, **options)
+
+    vars(nodes)["_made"].clear()  # so that the group has the time-out of this test
+    with (
+        mock.patch.dict(os.environ, {nodes.TIMEOUT_VARIABLE: "1.2"}),
+        mock.patch.object(saving, "write_file", write_file),
+        mock.patch.object(saving, "discard"),
+    ):
+        return message_of(lambda: save(folder / "x", model))
+
+
+@pytest.mark.req("X-12")
+def test_a_rank_that_is_stopped_inside_a_save_is_told(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """The private group gives up after its own time-out, and nothing is committed."""
+    text, _ = ranks(2).run(stopped_inside, tmp_path, retire=True)
+
+    assert text.startswith("CheckpointError: Another rank was lost")
+    assert not (tmp_path / "x" / "manifest.json").exists()
+
+
+@pytest.mark.req("X-03")
+def test_a_rank_that_ends_before_a_call_is_named_within_seconds(tmp_path: Path) -> None:
+    """gloo knows that the connection is closed; nobody waits for the time-out."""
+    first, _ = train_faulty(
+        "raise-before-call", "--timeout", "60", ranks=2, folder=tmp_path
+    )
+
+    assert first.status == 1
+    assert first.seconds < 8.0
+    assert re.search(
+        r"DesyncError: state_dict\(.*was called on this rank", first.output
+    )
+    assert "rank 1 has ended with ValueError: a bad sample" in first.output
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic_resume.py"
+
+
+def stopped_after(text: str) -> int:
+    """The step that the example says it has stopped after."""
+    found = re.search(r"^stopped after step (\d+)$", text, re.MULTILINE)
+    assert found is not None, text
+    return int(found[1])
+
+
+def require_saved(folder: Path, step: int) -> None:
+    """The last checkpoint is whole and that of ``step``."""
+    name = f"step-{step:06d}"
+    found = verify(folder)
+    assert found
+    assert found.path == str(folder / name)
+
+
+@pytest.mark.req("X-35")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_rank_ends_all_after_the_same_step(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """The checkpoint is that of the step, and the exit status is 0."""
+
+    def tell_last(processes: list[BaseProcess]) -> None:
+        output, limit = tmp_path / "output_0", time.monotonic() + 20
+        while time.monotonic() < limit:
+            if output.exists() and "step 2 loss" in output.read_text():
+                break
+            time.sleep(0.02)
+        pid = processes[-1].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    folder = tmp_path / "saves"
+    asked = ("--folder", str(folder), "--steps", "500", "--save-every", "500")
+
+    first, last = launch(
+        str(EXAMPLE), *asked, ranks=2, folder=tmp_path, meanwhile=tell_last
+    )
+
+    assert (first.status, last.status) == (0, 0), first.output + last.output
+    step = stopped_after(first.output)
+    assert 2 <= step < 500
+    require_saved(folder, step)

@@ -36,7 +36,7 @@ from composable_fsdp.comm import operations
 from composable_fsdp.comm.operations import operation_logs
 from composable_fsdp.features.guard import watch
 from tests.faults.test_calls_meet import CALLS, Trained
-from tests.faults.test_missing_ranks import stop_this_process
+from tests.faults.test_deaths import stop_this_process
 from tests.support.sharded import RankCount
 from tests.support.world import World
 

@@ -36,7 +36,7 @@ from composable_fsdp import (
     save,
     unshard_params,
 )
-from tests.faults.test_missing_ranks import stop_this_process
+from tests.faults.test_deaths import stop_this_process
 from tests.faults.test_right_programs import quiet
 from tests.support.sharded import RankCount
 from tests.support.world import World

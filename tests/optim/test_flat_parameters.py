@@ -48,12 +48,6 @@ from tests.support.sharded import gpt, message_of
 from tests.support.world import World
 
 x_of = wide_input(8)
-BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-KEPT_LOW = MixedPrecision(
-    param_dtype=torch.bfloat16,
-    reduce_dtype=torch.bfloat16,
-    keep_low_precision_grads=True,
-)
 
 
 def regions(model: nn.Module) -> list[Any]:

@@ -1,15 +1,23 @@
-"""What a plan says: bytes and calls worked out by hand, and the report."""
+"""What a plan says: units, layouts, bytes worked out by hand, and the report."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from composable_fsdp.compose.registry import set_state
 from composable_fsdp.config import Block
+from composable_fsdp.planning.assign import PlanRequest
+from composable_fsdp.planning.boxes import interval_boxes
+from composable_fsdp.planning.layout import ParameterSpec, RegionLayout, row_block
+from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.planning.partition import plan_regions
 from composable_fsdp.tools.memory import Memory
 from composable_fsdp.tools.plan import plan
-from tests.planning.trees import linears, units
+from composable_fsdp.tools.sharding_plan import plan_modules
+from tests.planning.trees import linears, names_of, snapshot, units
 
 MATRIX = 16 * 4
 """Bytes of the one weight of each layer of ``linears``."""
@@ -103,3 +111,62 @@ def test_a_plan_lists_what_trains_and_what_is_frozen() -> None:
         "unit (root) trains 2 of 4 parameters (20 elements; 20 are frozen): "
         "1.weight, 1.bias"
     ) in str(mixed)
+
+
+def test_a_meta_model_is_planned_without_a_process_group_and_stays_as_it_was() -> None:
+    """Planning needs neither values nor ranks, and leaves no trace on the tree."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    before = snapshot(model)
+
+    result = plan(model, world_size=512, policy=units({"1": {}}))
+
+    assert not dist.is_initialized()
+    assert names_of(result) == {"": ["0.bias", "0.weight"], "1": ["bias", "weight"]}
+    assert snapshot(model) == before
+
+
+@pytest.mark.req("B-03")
+def test_earlier_units_and_replicated_subtrees_are_left_out() -> None:
+    """A state of an earlier call or a mark ends the walk, and the state is noted."""
+    model, earlier = linears(3), object()
+    set_state(model[0], "fully_shard", earlier)
+    set_state(model[1], "replicate", object())
+
+    result, targets = plan_modules(
+        [model], PlanRequest(options=UnitOptions(), world_size=2)
+    )
+
+    assert names_of(result) == {"": ["2.weight"]}
+    assert targets[0].units_below == (earlier,)
+
+
+def owned(region: RegionLayout, rank: int) -> dict[str, tuple[int, int]]:
+    """What a rank holds, by name."""
+    spans = {slot.fqn: region.interval(slot, rank) for slot in region.parameters}
+    return {name: span for name, span in spans.items() if span[0] < span[1]}
+
+
+def test_the_drawing_in_the_module_is_what_is_planned() -> None:
+    """Four ranks hold rows 0-1, rows 2-3, row 4 with half the bias, and the rest."""
+    specs = [
+        ParameterSpec((name,), shape, torch.float32, True, row_block(shape))
+        for name, shape in (("weight", (5, 4)), ("bias", (8,)))
+    ]
+    (region,) = plan_regions(specs, world_size=4)
+
+    assert (region.numel, region.padded_numel, region.shard_numel) == (28, 32, 8)
+    assert [owned(region, rank) for rank in range(4)] == [
+        {"weight": (0, 8)},
+        {"weight": (8, 16)},
+        {"weight": (16, 20), "bias": (0, 4)},
+        {"bias": (4, 8)},
+    ]
+    assert [region.cuts.sizes[i] for i in region.cuts.gaps] == [4]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 3), (4, 3), (0, 21)])
+def test_an_interval_outside_of_the_elements_is_refused(start: int, stop: int) -> None:
+    """With the number of elements, the shape and what came."""
+    with pytest.raises(ValueError, match=r"stop <= 20 for shape \(4, 5\), got start="):
+        interval_boxes((4, 5), start, stop)

@@ -18,7 +18,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.access import set_reduce_scatter_unused_params
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.errors import PhaseError
+from composable_fsdp.errors import PhaseError, PlanError
 from composable_fsdp.phases import Residency
 from composable_fsdp.tools.unit_costs import traffic_of
 from composable_fsdp.tree.traversal import _get_fsdp_states
@@ -269,3 +269,25 @@ def test_a_gradient_of_some_parameters_is_refused(one_rank: World) -> None:
         PhaseError, match=r"'first.weight' by inputs=.*turn the setting off"
     ):
         loss.backward(inputs=[model.first.weight])
+
+
+@pytest.mark.req("B-07")
+@on_ranks(2)
+def test_a_cast_of_frozen_parameters_alone_is_refused_by_name(world: World) -> None:
+    """Frozen and trainable ones share a region again when they are unfrozen."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model[0].requires_grad_(False)
+    model(torch.ones(1, 4)).sum().backward()
+    model[0].bfloat16()
+
+    with pytest.raises(PlanError, match=r"'1\.weight'.*float32.*one dtype"):
+        model(torch.ones(1, 4, dtype=torch.bfloat16))
+    model[1].bfloat16()
+    model[0].requires_grad_(True)
+    out = model(torch.ones(1, 4, dtype=torch.bfloat16))
+
+    out.sum().backward()
+    held = [p for p in model.parameters() if p.numel()]
+    assert {p.grad_dtype for p in held} == {p.dtype for p in held} == {torch.bfloat16}
+    assert all(p.grad is not None for p in held)

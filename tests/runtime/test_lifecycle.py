@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -13,16 +14,22 @@ from torch import Tensor, nn
 from composable_fsdp import (
     ShardingStrategy,
     fully_shard,
+    unshard_params,
 )
 from composable_fsdp.comm import collectives
+from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.runtime.forward import post_forward, pre_forward
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.support.models import module_at, tiny_mlp
+from tests.support.models import TinyGPT, module_at, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
+    PATHS,
+    apply_units,
     backward,
+    gpt_input,
+    gpt_units,
 )
 from tests.support.world import World, fake_world
 
@@ -159,3 +166,32 @@ def require_between_steps(model: nn.Module) -> None:
         assert not handle.reduction.has_memory
         for region in handle.layout.regions:
             assert region.full.buffer.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.req("D-14")
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_a_copy_in_the_middle_of_a_step_is_refused(world: World, path: str) -> None:
+    """Each moment is named; between forward and backward the shards can be copied."""
+    model = apply_units(TinyGPT(), gpt_units(TinyGPT()), path=path)
+    inner = next(m for m in model.modules() if isinstance(m, nn.LayerNorm))
+
+    def attempt(*_: object) -> None:
+        with pytest.raises(PhaseError, match=r"copy\.deepcopy was called on") as error:
+            copy.deepcopy(model)
+        tried.append(str(error.value))
+
+    tried: list[str] = []
+    hook = inner.register_forward_hook(attempt)
+    y = model(gpt_input(0, world.rank))
+    hook.remove()
+    between = copy.deepcopy(model)
+    y.register_hook(attempt)
+    backward(y.sum())
+    with unshard_params(model):
+        attempt()
+
+    for text, where in zip(tried, ("forward", "backward", "unshard_par"), strict=True):
+        assert f"inside {'the ' * (where == 'forward')}{where}" in text
+    expected = model.state_dict()
+    assert all(torch.equal(v, expected[n]) for n, v in between.state_dict().items())

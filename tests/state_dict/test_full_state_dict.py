@@ -70,7 +70,7 @@ def names_of(model: nn.Module) -> list[str]:
     return [name for name, _ in named]
 
 
-@pytest.mark.req("S1-31", "S1-13", "D-01")
+@pytest.mark.req("S1-31", "S1-13", "S1-09", "D-01")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 @on_ranks(1, 3)
 @both_paths

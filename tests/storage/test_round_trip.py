@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import safetensors
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp import (
     Block,
@@ -287,27 +289,18 @@ def test_parameters_of_a_single_rank_resume_in_shards_of_any_block(
         assert loaded.keys() == saved.keys()
 
 
-def check_few_elements(world: World, folder: Path) -> bool:
-    def tiny(seed: float) -> nn.Module:
-        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 2))
-        nn.init.constant_(model.get_parameter("0.weight"), seed)
-        fully_shard(model[0])
-        return fully_shard(model)
-
-    model = tiny(3.0)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 1)).sum().backward()
-    optimizer.step()
-    save(folder / "tiny", model, optimizer)
-    again = tiny(5.0)
-    adam = torch.optim.Adam(again.parameters())
-    load(folder / "tiny", again, adam)
-    return same(everything(model, optimizer), everything(again, adam))
-
-
-@pytest.mark.req("X-24")
-def test_more_ranks_than_elements_save_and_load(
-    ranks: RankCount, tmp_path: Path
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what compile imports
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, torch.compile])
+def test_a_checkpoint_has_the_names_inside_of_ddp_and_compile(
+    one_rank: World, tmp_path: Path, wrap: Callable[[nn.Module], Any]
 ) -> None:
-    """Ranks without an element of a parameter take part all the same."""
-    assert ranks(4).run(check_few_elements, tmp_path) == [True] * 4
+    """What is saved of a wrapped model is loaded into the plain one, and back."""
+    saved, plain, again = (nn.Linear(4, 4) for _ in range(3))
+
+    save(tmp_path / "wrapped", wrap(saved))
+    load(tmp_path / "wrapped", plain)
+    save(tmp_path / "plain", plain)
+    load(tmp_path / "plain", wrap(again))
+
+    assert torch.equal(plain.weight, saved.weight)
+    assert torch.equal(again.weight, saved.weight)

@@ -1,13 +1,16 @@
-"""Lazy initialization: who becomes the root, what it caches, and that it lets go."""
+"""The tree of states: its walk, the order of uses, and the root with the caches."""
 
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from composable_fsdp import fully_shard
@@ -16,11 +19,15 @@ from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import (
     OWNERS,
+    StepOrder,
     _FSDPState,
     _get_module_fsdp_state,
-    _RootFSDPState,
 )
-from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
+from composable_fsdp.tree.traversal import (
+    _get_fsdp_handles,
+    _get_fsdp_root_states,
+    _get_fsdp_states,
+)
 from tests.planning.trees import linears
 from tests.support.models import TinyGPT
 from tests.support.world import World
@@ -38,22 +45,6 @@ def state_of(module: nn.Module) -> _FSDPState:
     state = _get_module_fsdp_state(module)
     assert state is not None
     return state
-
-
-@pytest.mark.req("S1-03", "S1-04")
-def test_after_the_first_forward_the_root_has_the_lists_of_a_fresh_walk(
-    one_rank: World,
-) -> None:
-    """States and handles, in ``.modules()`` order, as tuples."""
-    model = nested()
-
-    model(torch.ones(1, 4))
-    root = state_of(model)
-
-    assert isinstance(root, _RootFSDPState)
-    assert root._all_fsdp_states == tuple(_get_fsdp_states(model))
-    assert root._all_handles == tuple(_get_fsdp_handles(model))
-    assert [s._is_root for s in root._all_fsdp_states] == [True, False, False]
 
 
 @pytest.mark.req("S1-04", "S1-05")
@@ -149,3 +140,69 @@ def test_a_model_is_collected_after_an_aborted_forward(one_rank: World) -> None:
     gc.collect()
 
     assert gone() is None
+
+
+def gpt(layers: int = 2) -> TinyGPT:
+    """A model whose blocks and root are units, the last block first."""
+    model = TinyGPT(layers=layers)
+    for block in reversed(model.blocks):
+        fully_shard(block)
+    return fully_shard(model)
+
+
+@pytest.mark.req("S1-21")
+def test_the_documented_idioms_find_states_roots_and_handles(one_rank: World) -> None:
+    """All states, the outermost ones, and the handles, also from inside the tree."""
+    first = gpt()
+    model = nn.Sequential(first, gpt())
+    states = _get_fsdp_states(model)
+
+    assert len(states) == 6
+    assert [state.module for state in _get_fsdp_root_states(model)] == list(model)
+    assert _get_fsdp_handles(model) == [state.handle for state in states]
+    assert _get_fsdp_states(first) == states[:3]
+    assert _get_fsdp_states(first.blocks) == states[1:3]
+    pair = linears(2)
+    fully_shard([*pair])
+    assert len(_get_fsdp_states(pair)) == 1
+
+
+@pytest.mark.req("X-31")
+def test_a_tree_deeper_than_python_recurses_is_sharded(one_rank: World) -> None:
+    """Planning, and the contract's comparison of names, keep stacks of their own."""
+    model: nn.Module = nn.Linear(2, 2)
+    for _ in range(2 * sys.getrecursionlimit()):
+        model = nn.Sequential(model)
+
+    fully_shard(model)
+
+    assert [state.module for state in _get_fsdp_states(model)] == [model]
+
+
+def test_states_declare_all_their_fields() -> None:
+    """A misspelt field is an error, not a new attribute."""
+    state = _FSDPState()
+
+    with pytest.raises(AttributeError):
+        state.handel = 1  # type: ignore[attr-defined]  # the mistake under test
+    with pytest.raises(AttributeError, match="has no attribute 'handel'"):
+        _ = state.handel  # type: ignore[attr-defined]  # the mistake under test
+
+
+def recorded(units: str) -> Any:
+    """An order of strings, in the place of states."""
+    order: Any = StepOrder()
+    for unit in units:
+        order.add(unit)
+    return order
+
+
+@pytest.mark.req("D-02", "S1-40")
+@given(units=st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
+def test_walking_back_gives_the_uses_in_reverse(units: list[str]) -> None:
+    """From each use, the unit before is the nearest earlier one that is another."""
+    order = recorded("".join(units))
+
+    for index, unit in enumerate(units):
+        others = [u for u in units[:index] if u != unit]
+        assert order.before(index) == (others[-1] if others else None)

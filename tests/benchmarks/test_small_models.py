@@ -1,11 +1,18 @@
-"""What the exact benchmarks show is true of small models, too."""
+"""What the benchmarks show is true of small models, too."""
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
 
-from benchmarks import memory, scale, traffic
+import pytest
+import torch
+
+from benchmarks import llama, memory, scale, traffic
+from benchmarks.device_steps import chain_peaks, world
 from benchmarks.models import Gpt
+from benchmarks.overlap import simulate
+from benchmarks.prefetch_ways import Roberta
+from benchmarks.schedule import seconds
 from benchmarks.traffic import UNITS, VARIANTS, padding
 
 SMALL = {"width": 64, "hidden": 96, "heads": 4, "kv_heads": 2, "vocab": 128}
@@ -79,3 +86,63 @@ def test_a_step_does_not_grow_with_the_number_of_ranks() -> None:
 
     assert few == many
     assert min(few) > 0
+
+
+CPU = torch.device("cpu")
+
+
+def test_prefetch_gains_on_a_slow_network_and_costs_no_traffic() -> None:
+    """The same bytes and operations; faster where both take about as long. FSDP1 gains
+    as much, but for the one all-gather after the turn to backward."""
+    make = partial(Roberta, 3, 64, 100)
+    found = simulate(make, (2, 16), ["ours PRE", "ours none", "fsdp1 PRE"])
+
+    def total(name: str, kind: str) -> float:
+        events = found[name].schedule.events
+        return sum(e.amount for e in events if e.kind == kind)
+
+    def took(name: str) -> float:
+        spans = found[name].schedule.times(
+            operations_per_second=total(name, "compute"),
+            bytes_per_second=total(name, "send"),
+        )
+        return seconds(spans)
+
+    for kind in ("send", "compute"):
+        assert total("ours PRE", kind) == total("ours none", kind) > 0
+    assert took("ours PRE") < 0.9 * took("ours none")
+    sent = [e.amount for e in found["ours PRE"].schedule.events if e.kind == "send"]
+    assert took("ours PRE") < took("fsdp1 PRE") + max(sent) / sum(sent)
+
+
+@pytest.mark.parametrize("kind", ["one", "fake"])
+def test_peaks_are_constant_and_planned(kind: str) -> None:
+    """What the GPU benchmark asks of an allocator, asked here of a count."""
+    with world(kind, CPU) as size:
+        found, planned = chain_peaks(256, CPU, size, steps=3)
+
+    assert found.varies == 0
+    assert found.most == pytest.approx(planned.total, rel=0.01)
+
+
+def test_the_parameters_are_those_of_llama_3_8b() -> None:
+    """In all, and without the embedding, which multiplies nothing."""
+    with torch.device("meta"):
+        model = llama.Llama(llama.Shape(), 32)
+
+    assert sum(p.numel() for p in model.parameters()) == 8_030_261_248
+    assert llama.Shape().parameters == 8_030_261_248 - 128256 * 4096
+
+
+def test_the_command_prints_a_row_for_each_way(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """At a tiny size on the CPU."""
+    options = ["--device", "cpu", "--small", "--how", "eager", "--rounds", "1"]
+    assert llama.main(options) == 0
+
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    found = {row[0]: row for row in rows if row and row[0] in ("plain", *llama.NAMES)}
+    assert set(found) == {"plain", *llama.NAMES}
+    # What is extrapolated from two tiny depths may be anything.
+    assert all(float(found[name][1]) > 0 for name in llama.NAMES)
