@@ -38,6 +38,7 @@ from composable_fsdp import (
 )
 from tests.faults.test_deaths import stop_this_process
 from tests.faults.test_right_programs import quiet
+from tests.support.reference import backward
 from tests.support.sharded import RankCount
 from tests.support.world import World
 
@@ -82,7 +83,7 @@ def fit(
 ) -> torch.optim.Optimizer:
     optimizer = optimizer or sgd(model)
     for step in steps:
-        loss_of(model, batch(step, rank)).backward()
+        backward(loss_of(model, batch(step, rank)))
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
@@ -94,7 +95,7 @@ def expected(size: int) -> dict[str, Tensor]:
     optimizer = sgd(model)
     for step in range(STEPS):
         for rank in range(size):
-            (loss_of(model, batch(step, rank)) / size).backward()
+            backward(loss_of(model, batch(step, rank)) / size)
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict()
@@ -125,33 +126,33 @@ def by_steps(take: Callable[[nn.Module, Tensor, int], object]) -> Program:
 
 def in_another_thread(model: nn.Module, x: Tensor, step: int) -> None:
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(loss_of(model, x).backward).result()
+        pool.submit(backward, loss_of(model, x)).result()
 
 
 def in_threads_by_turns(model: nn.Module, x: Tensor, step: int) -> None:
     def take() -> None:
-        loss_of(model, x).backward()
+        backward(loss_of(model, x))
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(take).result() if step % 2 else take()
 
 
 def in_two_parts(model: nn.Module, x: Tensor, step: int) -> None:
-    (loss_of(model, x[:1]) + loss_of(model, x[1:])).backward()
+    backward(loss_of(model, x[:1]) + loss_of(model, x[1:]))
 
 
 def in_unequal_parts(model: nn.Module, x: Tensor, step: int) -> None:
-    first, second = x.split(3 - step % 2)[:2]
+    first, second = torch.split(x, 3 - step % 2)[:2]
     with no_sync(model):
-        loss_of(model, first).backward()
-    loss_of(model, second).backward()
+        backward(loss_of(model, first))
+    backward(loss_of(model, second))
 
 
 def after_an_error(model: nn.Module, x: Tensor, step: int) -> None:
     with suppress(ZeroDivisionError):
         model(x)
         raise ZeroDivisionError
-    loss_of(model, x).backward()
+    backward(loss_of(model, x))
 
 
 def after_an_error_in_backward(model: nn.Module, x: Tensor, step: int) -> None:
@@ -159,18 +160,18 @@ def after_an_error_in_backward(model: nn.Module, x: Tensor, step: int) -> None:
         raise ZeroDivisionError
 
     leaf = x.clone().requires_grad_()
-    leaf.register_hook(fail)
+    leaf.register_hook(fail)  # type: ignore[no-untyped-call]  # untyped in torch
     with suppress(ZeroDivisionError):
-        loss_of(model, leaf).backward()
+        backward(loss_of(model, leaf))
     model.zero_grad()
-    loss_of(model, x).backward()
+    backward(loss_of(model, x))
 
 
 def in_a_handler(model: nn.Module, x: Tensor, step: int) -> None:
     try:
         raise MemoryError
     except MemoryError:
-        loss_of(model, x).backward()
+        backward(loss_of(model, x))
 
 
 def among_modes(model: nn.Module, x: Tensor, step: int) -> None:
@@ -179,14 +180,14 @@ def among_modes(model: nn.Module, x: Tensor, step: int) -> None:
     loss = loss_of(model, x)
     with torch.no_grad():
         model(2 * x)
-    loss.backward()
+    backward(loss)
     with torch.inference_mode():
         model.eval()(x)
         model.train()
 
 
 def with_state_dicts(model: nn.Module, x: Tensor, step: int) -> None:
-    loss_of(model, x).backward()
+    backward(loss_of(model, x))
     optimizer = torch.optim.Adam(model.parameters())
     model.state_dict()
     optim_state_dict(model, optimizer)
@@ -201,7 +202,7 @@ def in_contexts(model: nn.Module, x: Tensor, step: int) -> None:
             torch.autograd.set_multithreading_enabled(False),
         ):
             stack.enter_context(context)
-        loss_of(model, x).backward()
+        backward(loss_of(model, x))
 
 
 def recomputed(model: nn.Module, x: Tensor, step: int) -> None:
@@ -211,15 +212,15 @@ def recomputed(model: nn.Module, x: Tensor, step: int) -> None:
 
 def twice(model: nn.Module, x: Tensor, step: int) -> None:
     loss = loss_of(model, x) / 2
-    loss.backward(retain_graph=True)
-    loss.backward()
+    torch.autograd.backward(loss, retain_graph=True)
+    backward(loss)
 
 
 def beside_functional(model: nn.Module, x: Tensor, step: int) -> None:
     other = plain()
     call = partial(torch.func.functional_call, other, dict(other.named_parameters()))
     torch.func.vmap(call)(x[:, None])
-    loss_of(model, x).backward()
+    backward(loss_of(model, x))
 
 
 def with_hooks_that_leave(model: nn.Module, x: Tensor, step: int) -> None:
@@ -228,8 +229,8 @@ def with_hooks_that_leave(model: nn.Module, x: Tensor, step: int) -> None:
     def hook(gradient: Tensor) -> None:
         handle.remove()
 
-    handle = next(model.parameters()).register_hook(hook)
-    loss_of(model, x).backward()
+    handle = next(model.parameters()).register_hook(hook)  # type: ignore[no-untyped-call]  # ditto
+    backward(loss_of(model, x))
 
 
 def swapped_by_data(model: nn.Module, x: Tensor, step: int) -> None:
@@ -240,7 +241,7 @@ def swapped_by_data(model: nn.Module, x: Tensor, step: int) -> None:
         assert not model(x).any()
         for parameter, old in zip(model.parameters(), kept, strict=True):
             parameter.data = old
-    loss_of(model, x).backward()
+    backward(loss_of(model, x))
 
 
 def beside_a_late_barrier(model: nn.Module, x: Tensor, step: int) -> None:
@@ -252,7 +253,7 @@ def beside_a_late_barrier(model: nn.Module, x: Tensor, step: int) -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    loss_of(model, x).backward()
+    backward(loss_of(model, x))
     thread.join()
 
 
@@ -279,7 +280,7 @@ def a_generator(world: World, folder: Path) -> nn.Module:
             optimizer.zero_grad()
 
     for loss in losses():
-        loss.backward()
+        backward(loss)
         time.sleep(LATE * world.rank)
     return model
 
@@ -293,7 +294,7 @@ def a_closure_and_a_scheduler(world: World, folder: Path) -> nn.Module:
     def closure(step: int) -> Any:
         optimizer.zero_grad()
         loss = loss_of(model, batch(step, world.rank))
-        loss.backward()
+        backward(loss)
         return loss
 
     for step in range(STEPS):
@@ -331,7 +332,7 @@ def models_that_go_in_the_middle(world: World, folder: Path) -> nn.Module:
         model = sharded()
         out = model(batch(0, world.rank)).sum()
         del model
-        out.backward()
+        backward(out)
     gc.enable()
     model = sharded()
     fit(model, world.rank)
@@ -344,7 +345,7 @@ def two_models_in_one_backward(world: World, folder: Path) -> nn.Module:
     optimizers = [sgd(each) for each in (one, two)]
     for step in range(STEPS):
         x = batch(step, world.rank)
-        (loss_of(one, x) + loss_of(two, x)).backward()
+        backward(loss_of(one, x) + loss_of(two, x))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -362,11 +363,11 @@ def stages_over_single_ranks(world: World, folder: Path) -> nn.Module:
             gradient = torch.empty_like(out)
             dist.send(out.detach(), 1)
             dist.recv(gradient, 1)
-            out.backward(gradient)
+            torch.autograd.backward(out, gradient)
         else:
             given = torch.empty(4, WIDTH)
             dist.recv(given, 0)
-            loss_of(stage, given.requires_grad_()).backward()
+            backward(loss_of(stage, given.requires_grad_()))
             assert given.grad is not None
             dist.send(given.grad, 0)
         optimizer.step()
@@ -419,7 +420,7 @@ def a_rank_that_is_stopped(world: World, folder: Path) -> nn.Module:
 def freezing_by_turns(world: World, folder: Path) -> nn.Module:
     model = sharded()
     model[0].requires_grad_(False)
-    loss_of(model, batch(7, world.rank)).backward()
+    backward(loss_of(model, batch(7, world.rank)))
     model.zero_grad()
     model[0].requires_grad_(True)
     fit(model, world.rank)
