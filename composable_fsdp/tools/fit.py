@@ -130,11 +130,7 @@ def _changes(found: Forecast) -> list[_Change]:
             (
                 "one shard group of all ranks, without replicas",
                 f"--strategy full-shard, without --shard-world-size{only}",
-                {
-                    "shard_world_size": plan.world_size,
-                    "strategy": full,
-                    "placement": None,
-                },
+                {**switch, "strategy": full, "shard_world_size": plan.world_size},
             ),
         ),
         (
