@@ -138,7 +138,7 @@ def listed(items: Iterable[object], separator: str = ", ") -> str:
 
 def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
     """Return what is closest to ``word`` as a question; empty if nothing is close."""
-    near = get_close_matches(word, list(known), n=most)
+    near = get_close_matches(word, list(known), n=most, cutoff=0.6 - 0.2 * (most > 1))
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 

@@ -116,19 +116,21 @@ def _changes(found: Forecast) -> list[_Change]:
     activations = found.activations
     name = strategy.name.lower().replace("_", "-")
     switch = {"strategy": strategy, "placement": None}
+    # The command refuses both, and takes FULL_SHARD beside a placement for its default.
+    only = ", without --placement" if any(o.placement for o in options) else ""
     # In the order of what a user loses: first memory for time, at last the host.
     rows: list[tuple[bool, _Change]] = [
         (
             any(o.chosen not in (full, hybrid) for o in options),
-            (f"strategy={strategy.name}", f"--strategy {name}", switch),
+            (f"strategy={strategy.name}", f"--strategy {name}{only}", switch),
         ),
         (
             # NO_SHARD has replicas without groups, and FULL_SHARD is its change.
             any(u.shard_world_size > 1 and u.replicas > 1 for u in units),
             (
                 "one shard group of all ranks, without replicas",
-                "--strategy full-shard, without --shard-world-size",
-                {"shard_world_size": plan.world_size, "strategy": full},
+                f"--strategy full-shard, without --shard-world-size{only}",
+                {**switch, "strategy": full, "shard_world_size": plan.world_size},
             ),
         ),
         (

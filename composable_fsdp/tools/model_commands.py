@@ -260,9 +260,12 @@ def _placement(text: str | None) -> Placement | None:
     if text is None:
         return None
     # A comma without a name behind it is between dims.
-    rows = (row.partition("=") for row in re.split(r",(?=\w+=)", text))
+    rows = re.split(r",(?=\w+=)", text.replace(" ", ""))
+    pairs = [row.partition("=") for row in rows]
     try:
-        return Placement(**{name: tuple(split_words(dims)) for name, _, dims in rows})
+        if not all(equals for _, equals, _ in pairs):
+            raise TypeError("a name without its dims")
+        return Placement(**{name: tuple(split_words(dims)) for name, _, dims in pairs})
     except (TypeError, PlanError) as error:
         raise PlanError(
             "--placement expects the dims of parameters, between, gradients and "

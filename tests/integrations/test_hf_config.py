@@ -68,11 +68,13 @@ class Tied(nn.Module):
 
 
 def test_a_layer_with_a_parameter_that_is_tied_outside_is_no_unit() -> None:
-    """The root holds the layer, and also by names that the caller gives."""
+    """The root holds the layer, also by names that the caller gives; so of a model in
+    another."""
     model = Tied()
 
-    for policy in (NoSplitPolicy(), NoSplitPolicy(["Linear"])):
-        assert list(policy._run_policy(model, set(), {})) == [model.alone]
+    for root in (model, nn.Sequential(model)):
+        for policy in (NoSplitPolicy(), NoSplitPolicy(["Linear"])):
+            assert list(policy._run_policy(root, set(), {})) == [model.alone]
 
 
 def test_a_class_that_the_model_does_not_have_is_told() -> None:

@@ -19,6 +19,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import PhaseError
+from composable_fsdp.features import Int8Wire
 from composable_fsdp.runtime import forward
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
@@ -156,13 +157,16 @@ class Retried(nn.Module):
         raise AssertionError
 
 
+@pytest.mark.parametrize("wire", [None, Int8Wire()])
 @pytest.mark.parametrize("ahead", [False, True])
 @on_ranks(2)
-def test_an_all_gather_that_raised_is_sent_again(world: World, ahead: bool) -> None:
+def test_an_all_gather_that_raised_is_sent_again(
+    world: World, ahead: bool, wire: Int8Wire | None
+) -> None:
     """Where the forward catches the error, and calls the unit again."""
     model = Retried()
     for unit in (model.first, model.second, model):
-        fully_shard(unit, forward_prefetch=ahead)
+        fully_shard(unit, forward_prefetch=ahead, wire=wire)
     x = torch.ones(2, 4)
     for _ in range(4):
         backward(model(x).sum())

@@ -86,6 +86,10 @@ def test_the_exit_status_says_whether_it_fits(run: Run, script: str) -> None:
         status, _, _ = run(f"{script}:Net", "--gpu-memory", "1000KiB", *each.split(" "))
         assert status == 0
 
+    placed = "--placement", "gradients=shard,states=shard"
+    _, out, _ = run(f"{script}:Net", "--gpu-memory", "1000KiB", *placed)
+    assert "(--strategy full-shard, without --placement)" in out
+
 
 @pytest.mark.few(2)
 @needs_transformers
@@ -170,6 +174,7 @@ def test_the_picture_is_the_memory_of_a_step(
         (":Net --strategy full_shrd", "did you mean full-shard"),
         (":Net --placement states=rows", "expects a mesh with dim 'rows'"),
         (":Net --placement shard", "as parameters=shard,between=shard,.*'shard'"),
+        (":Net --placement gradients", "as parameters=.*a name without its dims"),
         (":Net --placement gradients=shard", "as parameters=.*without their"),
         (":Net --placement states=shard --strategy zero2", "not both"),
         (":Net x:y", "expects one MODEL, got 2"),

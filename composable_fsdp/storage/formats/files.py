@@ -80,7 +80,9 @@ class SafetensorsSource(Source):
             spans = zip(box.offsets, box.sizes, strict=True)
             index = tuple(slice(at, at + size) for at, size in spans)
             file: Any = self._files[name]
-            part = file.get_slice(name)[index] if index else file.get_tensor(name)
+            # The library makes tensors on the default device, which may be meta.
+            with torch.device("cpu"):
+                part = file.get_slice(name)[index] if index else file.get_tensor(name)
             parts.append(part.reshape(-1))
         if not parts:
             return torch.empty(0, dtype=self.model[name].dtype, device="cpu")
