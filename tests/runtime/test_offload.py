@@ -66,15 +66,18 @@ class Branches(nn.Module):
         return self.second(found) if both else found
 
 
+@pytest.mark.parametrize("calls", [(True, False), (False, True)])
 @on_ranks(2)
-def test_a_backward_keeps_gradients_to_which_it_adds_nothing(world: World) -> None:
+def test_a_backward_keeps_gradients_to_which_it_adds_nothing(
+    world: World, calls: tuple[bool, bool]
+) -> None:
     """As in the plain model; nor are hooks of these parameters called again."""
     plain = Branches()
     model = fully_shard(copy.deepcopy(plain), cpu_offload=OFFLOAD)
     called: list[Tensor] = []
     for parameter in (model.second.weight, model.second.bias):
         parameter.register_post_accumulate_grad_hook(called.append)
-    for both in (True, False):
+    for both in calls:
         for each in (model, plain):
             each(torch.ones(3, 4), both=both).square().sum().backward()
 
