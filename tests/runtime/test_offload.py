@@ -76,7 +76,7 @@ def test_a_backward_keeps_gradients_to_which_it_adds_nothing(
     model = fully_shard(copy.deepcopy(plain), cpu_offload=OFFLOAD)
     called: list[Tensor] = []
     for parameter in (model.second.weight, model.second.bias):
-        parameter.register_post_accumulate_grad_hook(called.append)
+        parameter.register_post_accumulate_grad_hook(called.append)  # type: ignore[no-untyped-call]  # torch has no types there
     for both in calls:
         for each in (model, plain):
             each(torch.ones(3, 4), both=both).square().sum().backward()
