@@ -289,7 +289,7 @@ def make_form(
         _placed(layout.regions, layout.places, leaves),
         (outputs, inputs),
         fulls,
-        fills_of(gathering),
+        source.fills if isinstance(source, Pieces) else fills_of(gathering),
         bool(gathering),
         unreadable,
         source=source,

@@ -165,8 +165,8 @@ class Pieces:
     """The pieces of a form, of each region with elements: a ``GatherSource``."""
 
     __slots__ = (
-        *("at_rest", "_filled_at", "_fills", "_gathered_at", "_inputs"),
-        *("_starts", "kept"),
+        *("_filled_at", "_gathered_at", "_inputs", "_starts", "at_rest"),
+        *("fills", "kept"),
     )
 
     def __init__(self, plan: UnitPlan, regions: Sequence[FlatParameter]) -> None:
@@ -198,8 +198,11 @@ class Pieces:
             if region.full.own_slice is not None:
                 with memory.outside_inference():
                     self._inputs[-1] = buffer[own * numel : (own + 1) * numel]
+        self.fills = fills_of(regions, self._inputs if self.at_rest else None)
+        """``FullForm.fills``: into the pieces if these stay, else into ``full``."""
+        # Only now: views can be created while a storage has memory.
+        for buffer in self.kept:
             memory.free(buffer)
-        self._fills = fills_of(regions, self._inputs if self.at_rest else None)
 
     def fill(
         self, context: Any, handle: FlatParamHandle
@@ -218,7 +221,7 @@ class Pieces:
             if self.at_rest:
                 for buffer in self.kept:
                     memory.allocate(buffer)
-            for own, shard in self._fills:
+            for own, shard in self.fills:
                 copy_async(own, shard)
             if not self.at_rest:
                 return handle.form.gather_lists[1], handle.groups.shard_ref
@@ -250,7 +253,7 @@ class Pieces:
     def leave(self, handle: FlatParamHandle) -> None:
         """Give the pieces other memory, but none until they are filled again."""
         self._filled_at = self._gathered_at = ()
-        own = [*self._inputs, *(part for part, _ in self._fills)]
+        own = [*self._inputs, *(part for part, _ in self.fills)]
         for at, buffer in enumerate(self.kept):
             if memory.is_allocated(buffer):
                 here = buffer.untyped_storage()._cdata

@@ -177,9 +177,9 @@ class FlatParameter:
         self.show = show
         """Gives reduced gradients to the leaves (``gradients.show_on_leaves``) or to
         ``flat`` (``user_hooks.show_on_flat``)."""
-        self.host_copies: list[tuple[Tensor | None, bytes]] = []
+        self.host_copies: list[tuple[Tensor | None, bytes, bool]] = []
         """Offloaded units only: sums that are being copied to the host (None: into the
-        flat gradient), and, per parameter, 1 if it gets a gradient."""
+        flat gradient); per parameter, 1 if it shows them; and whether they are new."""
 
     @property
     def absent(self) -> tuple[int, ...]:

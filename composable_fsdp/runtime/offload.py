@@ -32,21 +32,25 @@ def start_d2h_grad_copies(region: FlatParameter, sums: Tensor, arrived: bytes) -
         earlier = memory.new_buffer(sums.numel(), into.dtype, sums.device)
         copy_async(earlier, into)
         sums = earlier.add_(sums)
-        for leaf in region.graded:
-            leaf.grad = None
+        if not region.host_copies:
+            # Shown again beside the sums, also those that get no gradient now.
+            held = bytes([leaf.grad is not None for leaf in region.leaves])
+            region.host_copies.append((None, held, False))
+            for leaf in region.graded:
+                leaf.grad = None
     elif region.host_copies or not are_cleared(region.graded):
         # Beside gradients of the user, to be added on the host.
         size, dtype = sums.numel(), sums.dtype
         apart = into = new_shard(size, dtype, region.device, offload=True)
     # Pinned memory on both sides: a copy to pageable memory would be synchronous.
     copy_async(into, sums)
-    region.host_copies.append((apart, arrived))
+    region.host_copies.append((apart, arrived, True))
 
 
 def _shows_flat_gradient(region: FlatParameter) -> bool:
     """Return whether the flat gradient is ``.grad`` of every leaf, or is to become."""
     if region.host_copies:
-        return all(apart is None for apart, _ in region.host_copies)
+        return all(apart is None for apart, *_ in region.host_copies)
     gradients = [leaf.grad for leaf in region.graded]
     shown: Sequence[Tensor | None] = region.gradient.views
     if region.flat is not None:
@@ -65,8 +69,9 @@ def finish_d2h_grad_copies(context: RuntimeContext) -> None:
     for handle in context.handles:
         for region in handle.layout.trainable:
             copies, region.host_copies = region.host_copies, []
-            for sums, arrived in copies:
-                hooked += region.show(region, sums, arrived)
+            for sums, arrived, is_new in copies:
+                leaves = region.show(region, sums, arrived)
+                hooked += leaves if is_new else ()
     # Of a unit that has reduced twice, once with the total.
     call_post_hooks(dict.fromkeys(hooked))
 

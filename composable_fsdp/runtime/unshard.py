@@ -25,6 +25,8 @@ A prefetch reads the next unit from a record that is equal on all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable, copy_async
 from composable_fsdp.comm.operations import Operation
@@ -195,6 +197,7 @@ def _give_up(handle: FlatParamHandle) -> None:
         handle.form.source.leave(handle)
     residency.leave_full(handle)
     # A call that catches the error and runs the unit again must gather again.
+    handle.kept_full = False
     residency.free_full(handle)
 
 
@@ -209,15 +212,9 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         residency.use_sharded(handle)
     if handle.residency in NOT_GATHERED or handle.kept:
         return
-    given, stays = handle.form.handed, not handle.form.needs_gather
-    if given is not None:
-        if handle.form.source is not None:
-            # Ranks whose user kept a parameter copy no pieces, so that no rank may.
-            handle.form.source.drop()
-        # What was kept may get other memory, and the next all-gather writes into this
-        # memory: behind its readers.
-        context.streams.wait_for_caller()
-        stays = given(handle) or stays
+    stays = not handle.form.needs_gather
+    if handle.form.handed is not None:
+        stays |= _take_back(context, handle, handle.form.handed)
     if stays:
         residency.move(handle, SHARDED)
         return
@@ -245,6 +242,21 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         # Between steps no all-gather will follow that takes this memory.
         runs = context.outermost is not None or context.tasks
         free_oldest(context, keep=_limit(handle) if runs else 0)
+
+
+def _take_back(
+    context: RuntimeContext,
+    handle: FlatParamHandle,
+    handed: Callable[[FlatParamHandle], bool],
+) -> bool:
+    """Take back full parameters that a user was given; return if their memory stays."""
+    if handle.form.source is not None:
+        # Ranks whose user kept a parameter copy no pieces, so that no rank may.
+        handle.form.source.drop()
+    # What was kept may get other memory, and the next all-gather writes into this
+    # memory: behind its readers.
+    context.streams.wait_for_caller()
+    return handed(handle)
 
 
 def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:

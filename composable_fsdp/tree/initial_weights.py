@@ -86,10 +86,12 @@ class InitialWeights:
             is_checked=self.is_checked, hashes=self.hashes, synced=self.synced
         )
         made.awaits_buffers = self.awaits_buffers
-        # The copied tensors have versions of their own.
+        # The copied tensors have versions of their own; none has the version -1.
         made.mark(copied)
-        if not all(self.unwritten(layout)):
-            made.forget()
+        now, kept = made._versions, self.unwritten(layout)  # ``now`` may be empty
+        made._versions = tuple(
+            [v if same else -1 for v, same in zip(now, kept, strict=False)]
+        )
         return made
 
 

@@ -164,7 +164,14 @@ def test_a_copy_is_compared_as_a_tree_of_its_own(world: World) -> None:
         for parameter in model.parameters():
             parameter.zero_()
     twin_of_zeros = copy.deepcopy(model)
+    part_written = shard(build(seed=world.rank))
+    with torch.no_grad():
+        for name, parameter in part_written.named_parameters():
+            if name.endswith("weight"):
+                parameter.zero_()
+    part_written = copy.deepcopy(part_written)
 
+    assert len(outcome(lambda: step(part_written)).warnings) == 1
     assert len(outcome(lambda: step(twin)).warnings) == 1
     assert outcome(lambda: step(model)) == Outcome(None, ())
     assert outcome(lambda: step(twin_of_zeros)) == Outcome(None, ())

@@ -9,10 +9,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import (
     MixedPrecision,
+    ShardingStrategy,
     fully_shard,
     register_forward_method,
     unshard_params,
@@ -164,9 +166,20 @@ def test_an_all_gather_that_raised_is_sent_again(
     world: World, ahead: bool, wire: Int8Wire | None
 ) -> None:
     """Where the forward catches the error, and calls the unit again."""
+    check_retried(forward_prefetch=ahead, wire=wire)
+
+
+@on_ranks(4)
+def test_pieces_are_filled_again_after_an_all_gather_that_raised(world: World) -> None:
+    """The backend may still read the old ones."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    check_retried(device_mesh=mesh, strategy=ShardingStrategy.HFSDP)
+
+
+def check_retried(**options: Any) -> None:
     model = Retried()
     for unit in (model.first, model.second, model):
-        fully_shard(unit, forward_prefetch=ahead, wire=wire)
+        fully_shard(unit, **options)
     x = torch.ones(2, 4)
     for _ in range(4):
         backward(model(x).sum())

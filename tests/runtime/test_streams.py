@@ -27,6 +27,7 @@ from composable_fsdp import (
     clip_grad_norm_,
     fully_shard,
     no_sync,
+    unshard,
 )
 from composable_fsdp.access import (
     set_is_last_backward,
@@ -294,6 +295,18 @@ def two_precisions(order: StreamOrder) -> None:
     train(model.train())
 
 
+def handed_out(order: StreamOrder) -> None:
+    """Backward gathers into the memory of parameters that the program has kept."""
+    model = gpt(order)
+    train(model)
+    for block in model.blocks:
+        unshard(block)
+    kept = [*model.blocks.parameters()]
+    backward(loss_of(model))
+    del kept
+    train(model)
+
+
 def scripted(name: str) -> Case:
     """Programs of ``property_tests`` on one rank, whose numbers nobody looks at."""
 
@@ -380,6 +393,7 @@ CASES = [
     comm_hooks,
     stepped_between,
     two_precisions,
+    handed_out,
 ]
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 
