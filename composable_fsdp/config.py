@@ -66,6 +66,10 @@ HYBRID = (
     ShardingStrategy.HFSDP,
 )
 """Strategies that require a grid of ranks (replicate, shard)."""
+FULL_SHARD = ShardingStrategy.FULL_SHARD
+"""The default."""
+NO_SHARD = ShardingStrategy.NO_SHARD
+"""The strategy of ``replicate``."""
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,18 @@ class Groups:
         )
 
     @property
+    def gathering(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups over which the ranks of ``shard`` gather parameters, each once."""
+        refs = (self.shard_ref, self.kept_ref, self.spread_ref)
+        return tuple(dict.fromkeys(each.get() for each in refs if each))
+
+    @property
+    def sending(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups over which a step may send, each once."""
+        reduces = [ref.get() for ref in (self.scatter_ref, self.sum_ref) if ref]
+        return tuple(dict.fromkeys((*self.gathering, *self.present, *reduces)))
+
+    @property
     def ranks(self) -> set[int]:
         """The global ranks of both groups; of a grid this rank's row and column."""
         # A group of one rank is no group, and sends nothing.

@@ -247,7 +247,12 @@ def _own_group(
     # alive on this rank and not on another. What torch.distributed knows is equal.
     if known is not None and known in distributed_c10d._world.pg_group_ranks:
         return known
-    described = f"composable_fsdp {purpose}"
+    described, everyone = f"composable_fsdp {purpose}", dist.group.WORLD
+    assert everyone is not None
+    # As ``new_group``: with a device NCCL divides the communicator of the default group
+    # here, where all ranks come, and not in the first collective, which a replica may
+    # send alone.
+    device = None if backend == "gloo" else everyone.bound_device_id
     # ``new_group(use_local_synchronization=True)`` derives the name from the number of
     # groups that a process knows, which differs between ranks, and torch's other names
     # are in the store of torchrun already after a restart.
@@ -264,6 +269,7 @@ def _own_group(
         distributed_c10d._get_default_store(),
         name,  # type: ignore[arg-type]  # torch's GroupName
         timeout=timedelta(seconds=seconds),
+        device_id=device,
         group_desc=described,
     )
     # ``_new_process_group_helper`` does not register the ranks of the group;

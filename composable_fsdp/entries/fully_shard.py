@@ -15,6 +15,7 @@ from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.contract import contract_after
 from composable_fsdp.config import (
+    FULL_SHARD,
     Arena,
     BackwardPrefetch,
     Block,
@@ -165,7 +166,7 @@ def fully_shard(
     device_mesh: DeviceMesh | None = None,
     expert_mesh: DeviceMesh | None = None,
     policy: AnyPolicy | None = None,
-    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    strategy: ShardingStrategy = FULL_SHARD,
     placement: Placement | None = None,
     mixed_precision: MixedPrecision | None = None,
     cpu_offload: CPUOffload | None = None,

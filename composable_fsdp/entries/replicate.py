@@ -18,7 +18,7 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.compose.contract import contract
 from composable_fsdp.compose.registry import REPLICATE
-from composable_fsdp.config import Report, ShardingStrategy, TiedParams
+from composable_fsdp.config import NO_SHARD, Report, TiedParams
 from composable_fsdp.entries.apply import apply, prepare
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat import part_guards
@@ -94,7 +94,7 @@ def replicate(
     # NO_SHARD: the shard is the full parameter, and gradients are all-reduced.
     application = prepare(
         UnitOptions(
-            strategy=ShardingStrategy.NO_SHARD,
+            strategy=NO_SHARD,
             limit_all_gathers=limit_all_gathers,
             check_weights=check_weights,
         ),

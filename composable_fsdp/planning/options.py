@@ -14,6 +14,7 @@ from torch import nn
 from composable_fsdp.comm.placements import Choice, placement_of
 from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.config import (
+    FULL_SHARD,
     Arena,
     BackwardPrefetch,
     Block,
@@ -68,7 +69,7 @@ class UnitOptions:
     ``check_weights``.
     """
 
-    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    strategy: ShardingStrategy = FULL_SHARD
     placement: Placement | None = None
     block: Block | RowBlock = Block.ROW
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
@@ -174,7 +175,7 @@ class UnitOptions:
             raise TypeError(
                 f"placement expects None or a Placement, got {placement!r}."
             )
-        if self.strategy is not ShardingStrategy.FULL_SHARD:
+        if self.strategy is not FULL_SHARD:
             raise PlanError(
                 f"Pass strategy={self.strategy.name} or {placement}, not both: a "
                 "strategy is a placement with a name."

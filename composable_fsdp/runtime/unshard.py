@@ -29,6 +29,7 @@ from collections.abc import Callable
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable, copy_async
+from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.operations import Operation
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat import residency
@@ -79,7 +80,7 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
             finish_reduction(context, ahead_of=handle)
         residency.allocate_full(handle)
         try:
-            handle.ready = _gather(context, handle, async_op=True)
+            handle.ready, _ = _gather(context, handle, async_op=True)
         except BaseException:
             # After Ctrl-C the backend may have the call, and write on.
             _give_up(handle)
@@ -90,8 +91,11 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
 
 def _gather(
     context: RuntimeContext, handle: FlatParamHandle, *, async_op: bool
-) -> Waitable | None:
-    """Copy cast or offloaded shards into their slices of ``full``, then all-gather."""
+) -> tuple[Waitable | None, GroupRef | None]:
+    """Copy cast or offloaded shards into their slices of ``full``, then all-gather.
+
+    Returns what to wait for, and the group over which the full buffers were gathered.
+    """
     full, shards = handle.form.gather_lists
     work, ref = None, handle.groups.shard_ref
     source = handle.form.source
@@ -108,7 +112,7 @@ def _gather(
             ref.operations, "all_gather", handle.full_fqn, handle.phase, full[0]
         )
         work = gather(full, shards, group, async_op=async_op, operation=operation)
-    return work if source is None else source.landing(handle, work)
+    return (work if source is None else source.landing(handle, work)), ref
 
 
 def _unshard_on_stream(
@@ -123,12 +127,12 @@ def _unshard_on_stream(
             _free_behind_reader(handle)
         residency.allocate_full(handle)
         try:
-            _gather(context, handle, async_op=False)
+            _, ref = _gather(context, handle, async_op=False)
         except BaseException:
             residency.free_full(handle)
             raise
         handle.events.gather.record(streams.gather)
-        if (ref := handle.groups.shard_ref) is not None:
+        if ref is not None:
             ref.operations.marks[handle.events.gather.event] = ref.operations.number
     handle.ready = handle.events.gather
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from composable_fsdp.config import (
+    FULL_SHARD,
     HYBRID,
     Block,
     CPUOffload,
     MixedPrecision,
-    ShardingStrategy,
 )
 from composable_fsdp.tools.memory import Activations
 from composable_fsdp.tools.plan import replan
@@ -111,7 +111,7 @@ def _changes(found: Forecast) -> list[_Change]:
     """Return the changes that may need less memory."""
     plan, units = found.plan, found.plan.units
     options = [unit.options for unit in units]
-    full, hybrid = ShardingStrategy.FULL_SHARD, HYBRID[0]
+    full, hybrid = FULL_SHARD, HYBRID[0]
     strategy = hybrid if any(o.strategy in HYBRID for o in options) else full
     activations = found.activations
     name = strategy.name.lower().replace("_", "-")

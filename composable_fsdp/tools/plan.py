@@ -16,6 +16,7 @@ from composable_fsdp.comm.placements import ROWS, SHARD, Ways, placement_of
 from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.registry import API, get_state
 from composable_fsdp.config import (
+    FULL_SHARD,
     HYBRID,
     Arena,
     BackwardPrefetch,
@@ -82,7 +83,7 @@ def plan(
     shard_world_size: int | None = None,
     policy: AnyPolicy | None = None,
     units: Iterable[nn.Module | str | Sequence[nn.Module | str]] | None = None,
-    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    strategy: ShardingStrategy = FULL_SHARD,
     placement: Placement | None = None,
     mixed_precision: MixedPrecision | None = None,
     cpu_offload: CPUOffload | None = None,

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import fully_shard
+from composable_fsdp import ShardingStrategy, fully_shard
 from composable_fsdp.comm.groups import Groups
+from composable_fsdp.comm.meshes import resolve_ranks
+from composable_fsdp.comm.nodes import groups_for
 from composable_fsdp.comm.operations import OperationLog, operation_log
 from composable_fsdp.flat.build import set_divisions
 from composable_fsdp.tree.traversal import _get_fsdp_handles
@@ -39,6 +41,21 @@ def test_only_nccl_is_asked_for_averages(
         set_divisions(handle)
 
     assert handle.layout.trainable[0].reduce.division == (1, after, after == 1)
+
+
+def test_nccl_divides_its_communicator_when_groups_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks make groups, but a replica may be the first to send, and alone."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    device = torch.device("cuda", 0)
+    with fake_world(4) as world:
+        world.group.bound_device_id = device
+        ranks = resolve_ranks(None, None, "fully_shard")
+        for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HFSDP):
+            for group in groups_for(ranks, strategy).sending:
+                # torch then connects at once, as in ``new_group``.
+                assert group.bound_device_id == device
 
 
 ENDING = """

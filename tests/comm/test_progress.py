@@ -14,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from composable_fsdp import fully_shard
+from composable_fsdp import ShardingStrategy, fully_shard
 from composable_fsdp.comm import collectives, operations
 from composable_fsdp.comm.operations import OperationLog, operation_log
 from composable_fsdp.features.guard import progress
+from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.streams import FakeEvent, stream_order
 from tests.support.world import fake_world
 
@@ -113,6 +115,21 @@ def test_a_question_leaves_captures_of_other_threads_alone(
     assert modes == ([1] if result else [1, 0])
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
     assert progress.running_in(log) is None  # another runtime, as ROCm
+
+
+def test_the_group_that_gathers_has_the_mark() -> None:
+    """With HFSDP that of the pieces, and not that of the shards."""
+    with fake_world(4), stream_order():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = nn.Linear(8, 8)
+        fully_shard(model, strategy=ShardingStrategy.HFSDP, device_mesh=mesh)
+        (handle,) = _get_fsdp_handles(model)
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+        event = handle.events.gather.event
+        marked = [log for log in operations.operation_logs() if event in log.marks]
+
+        assert marked == [operation_log(mesh.get_group("shard"))]
 
 
 def test_units_on_streams_mark_their_collectives_and_hold_no_work() -> None:

@@ -17,7 +17,7 @@ class Log(OrderLog):
     """Notes the comparisons that it is to make, and makes none."""
 
     def __init__(self, order: Order | None = None) -> None:
-        super().__init__("forward", "Model", order or Order(set()))
+        super().__init__("forward", "Model", order or Order())
         self.made: list[str] = []
 
     def _exchange(self, at: str, values: Sequence[object]) -> None:
@@ -37,7 +37,7 @@ def test_the_place_that_goes_on_is_the_earliest_that_is_most_like_the_end(
     events: list[str],
 ) -> None:
     """Up to 32 events before a place tell it apart; a surprise looks for another."""
-    order = Order(set())
+    order = Order()
     at = 0
     for end, event in enumerate(events, 1):
         before, expected = events[:end], order.expected()
@@ -62,7 +62,7 @@ def test_a_history_that_repeats_is_expected_from_its_second_period_on(
     period: str,
 ) -> None:
     """Calls after many rounds, accumulation, rare evaluations; and it stays bounded."""
-    order = Order(set())
+    order = Order()
     missed = []
     for event in period * 6:
         missed.append(order.expected() != event)

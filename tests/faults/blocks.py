@@ -39,7 +39,7 @@ class Blocks(nn.Module):
 def sharded(strategy: str = "FULL_SHARD") -> Blocks:
     """A root and three units below, over two replicas for a hybrid strategy."""
     model, mesh = Blocks(), None
-    if strategy == "HYBRID_SHARD":
+    if strategy in ("HYBRID_SHARD", "HFSDP"):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for module in (*model.blocks, model):
         fully_shard(module, strategy=ShardingStrategy[strategy], device_mesh=mesh)

@@ -6,8 +6,10 @@ The time limits of collectives are those of a program that sets nothing: half an
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +71,40 @@ def test_every_rank_has_the_proof_soon(ranks: RankCount, tmp_path: Path) -> None
         assert whole
         assert "was left in the middle of a collective" in later
         assert "They will never meet." in text
+
+
+def raise_among_pieces(world: World, at: str) -> tuple[str, float]:
+    """The last rank of four catches an error; each rank's error, and its time."""
+    shorten_waits()
+    model = sharded("HFSDP")
+    steps_of(model, 4)
+    block, last = model.blocks[1], world.rank == world.world_size - 1
+    register: dict[str, Callable[..., Any]] = {
+        "forward": partial(block.register_forward_pre_hook, prepend=True),
+        "backward": block.register_full_backward_pre_hook,
+    }
+    hook = register[at](refuse) if last else None
+    start = time.monotonic()
+    if hook is not None:
+        with pytest.raises(Refused):
+            model(torch.ones(2, 4)).sum().backward()
+        hook.remove()
+    with pytest.raises(DesyncError) as caught:
+        steps_of(model)
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("at", ["forward", "backward"])
+@pytest.mark.req("X-06")
+def test_ranks_that_wait_over_the_groups_of_pieces_have_the_proof_soon(
+    ranks: RankCount, at: str
+) -> None:
+    """They are in groups of which the rank that raised compares nothing."""
+    found = ranks(4).run(raise_among_pieces, at, timeout=60, retire=True)
+
+    for rank, (text, took) in enumerate(found):
+        assert took < SOON, (rank, took)
+        assert "'blocks.1' " in text or "after an exception" in text
 
 
 def raise_in_backward(world: World) -> tuple[str, float]:

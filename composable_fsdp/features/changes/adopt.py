@@ -85,7 +85,7 @@ def _told_to_all(state: _FSDPState) -> Iterator[None]:
         # Another rank may have changed nothing, and be in the forward already.
         context = state.context
         handles = (state.handle,) if context is None else context.handles
-        for group in dict.fromkeys(g for h in handles for g in h.groups.present):
+        for group in dict.fromkeys(g for h in handles for g in h.groups.sending):
             leave(group, str(error.args[0]))
         raise
 

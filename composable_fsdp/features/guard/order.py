@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from threading import Thread
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import operation_log
 
 MOST_EVENTS = 4096
 """Number of events that an ``Order`` keeps."""
@@ -29,10 +27,9 @@ _LONGEST = 32
 class Order:
     """The events over some groups: rounds (log number, mode), and calls that meet."""
 
-    __slots__ = ("at", "events", "logs", "raised", "threads")
+    __slots__ = ("at", "events", "logs", "raised")
 
-    def __init__(self, threads: set[Thread], first: Order | None = None) -> None:
-        self.threads = threads
+    def __init__(self, first: Order | None = None) -> None:
         # Shared with the ``first`` order that has the same first group.
         self.logs: list[str] = [] if first is None else first.logs
         """The names of all order logs over the first group, by number of the log."""
@@ -107,5 +104,5 @@ def order_over(groups: Sequence[dist.ProcessGroup]) -> Order:
     key = tuple([group.group_name for group in groups])
     if key not in found:
         first = next(iter(found.values()), None)
-        found[key] = Order(operation_log(groups[0]).threads, first)
+        found[key] = Order(first)
     return found[key]

@@ -29,9 +29,10 @@ direction has no log there, so if forward sends nothing, a rank may evaluate alo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import Thread
 from typing import Any, NoReturn
 
 import torch
@@ -42,7 +43,12 @@ from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef, Groups
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import leave, note_thread, record
+from composable_fsdp.comm.operations import (
+    leave,
+    note_thread,
+    operation_log,
+    record,
+)
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard.compare import (
     SAME_CALLS,
@@ -103,7 +109,7 @@ class OrderLog:
     __slots__ = (
         *("_at_end", "_entries", "_fact", "_groups", "_mode", "_name", "_record"),
         *("_recording", "_records", "_waiting", "_what", "elsewhere", "expected"),
-        *("is_open", "number", "order", "position", "round"),
+        *("is_open", "number", "order", "position", "round", "threads"),
     )
 
     def __init__(
@@ -124,6 +130,8 @@ class OrderLog:
         self._waiting = waiting  # for which gradients units wait, for errors
         self.elsewhere: tuple[GroupRef, ...] = ()
         """The other groups of the tree, whose ranks would wait for this rank."""
+        self.threads: list[set[Thread]] = []
+        """By group over which a round sends: the threads that have sent."""
         self.round = 0  # the number of the current round, or of the last
         self.expected: Sequence[object] = NOTHING
         """The recorded uses of this round, then ``None``."""
@@ -206,7 +214,8 @@ class OrderLog:
     def _begin(self, mode: Hashable) -> None:
         """Begin a round: compare its begin with the expected begin, find the record."""
         order = self.order
-        note_thread(order.threads)
+        for threads in self.threads:
+            note_thread(threads)
         self.round += 1
         self.is_open = True
         if order.raised:
@@ -391,20 +400,32 @@ def _assign_order_logs(
             # over the replicate group.
             gathered = in_backward if gathers else None
             known[groups] = UnitLogs(in_forward, gathered, in_backward)
+            _note_threads(in_forward, groups.gathering)
+            _note_threads(in_backward, groups.sending)
         handle.logs = known[groups]
-    present = dict.fromkeys(g for groups in known for g in groups.present)
+    sending = dict.fromkeys(g for groups in known for g in groups.sending)
     # A replica may evaluate alone, and would wait for the others.
-    shards = dict.fromkeys(g.shard for g in known if g.shard is not None)
-    record(shards, agree=True)
-    record(present, agree=replicas)
+    record(dict.fromkeys(g for each in known for g in each.gathering), agree=True)
+    record(sending, agree=replicas)
     for each in (*forward.values(), *backward.values()):
         own = [ref.get() for ref in each._groups]
         # Groups of a fake world are not watched, and a log has no groups there.
         each.elsewhere = tuple(
-            GroupRef(group) for group in present if own and group not in own
+            GroupRef(group) for group in sending if own and group not in own
         )
     context.forward_logs = tuple(forward.values())
     context.backward_logs = tuple(backward.values())
+
+
+def _note_threads(log: OrderLog | None, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Let the rounds of ``log`` note their thread in the logs of ``groups``."""
+    if log is None:
+        return
+    for group in groups:
+        threads = operation_log(group).threads
+        # By identity: sets may be equal and not the same.
+        if not any(each is threads for each in log.threads):
+            log.threads.append(threads)
 
 
 def _log(

@@ -110,7 +110,7 @@ def compare_models(state: _FSDPState, *, replicas: bool, written: bool = False) 
     meet_if_used(routes, Call("first_gather", top.title, way_out=_FIRST_GATHER))
     _used.update(routes)
     for groups in {state.handle.groups for _, state in units}:
-        _used.update(groups.present)
+        _used.update(groups.sending)
     due = _compare_scopes(top, units, scopes)
     if written and due:
         return

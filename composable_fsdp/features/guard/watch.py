@@ -193,8 +193,8 @@ class GroupWatch(Recorder):
             return None
         self.broken, self.log.guarded = text, True
         # Ranks of the other groups of a hybrid model wait for this rank there.
-        for other in list(_WATCH.groups.values()):
-            if not other.broken and other.threads() == self.threads():
+        for other in _WATCH.like(self):
+            if not other.broken:
                 other.raises(text, owes=False)
         return DesyncError(text)
 
@@ -216,8 +216,8 @@ class GroupWatch(Recorder):
             if not self.broken:
                 self.leave(_OWES if owes else _LEFT, f"raised: {text.rstrip('.')}")
 
-    def elsewhere(self) -> tuple[int, str] | None:
-        """Return a rank that waits in the next operation over the group, and which."""
+    def elsewhere(self) -> _Note | None:
+        """Return the note of a rank that waits in the next operation, or has left."""
         # This rank waits in the store before it could send that operation.
         store = agreement.key_value_store()
         key = f"{self.keys}/op/{self.log.number + 1}"
@@ -226,11 +226,11 @@ class GroupWatch(Recorder):
         if store.check([f"{key}/unlike"]):
             other = _Note(*json.loads(store.get(f"{key}/unlike")))
             if other.does == _LEFT and other.rank != dist.get_rank():
-                return other.rank, other.predicate
+                return other
         if store.check([key]):
             other = _Note(*json.loads(store.get(key)))
             if self._is_ordered(other):
-                return other.rank, other.predicate
+                return other
         return None
 
     def issued(self, operation: Operation) -> None:
@@ -339,13 +339,17 @@ class StoreWait:
             words = "" if watch is None else watch.last_words()
             late = f"{ranks_text(missing)} did not come within {self._limit:g} s. "
             return f"{late}{words}".rstrip(" .")
-        found = None if watch is None else watch.elsewhere()
-        # If the other rank has passed this place, it has seen this rank come.
-        if watch is None or found is None or not absent():
-            return ""
-        watch.leave(_WAITS, self.predicate, self._advice)
-        both = {dist.get_rank(): self.predicate, found[0]: found[1]}
-        return never_meet(both, self._advice)
+        for other in [] if watch is None else _WATCH.like(watch):
+            found = other.elsewhere()
+            # If the other rank has passed this place, it has seen this rank come.
+            if found is None or not (missing := absent()):
+                continue
+            # Over another group, only a rank that is awaited here proves anything.
+            if other is watch or (found.rank in missing and found.does != _LEFT):
+                other.leave(_WAITS, self.predicate, self._advice)
+                both = {dist.get_rank(): self.predicate, found.rank: found.predicate}
+                return never_meet(both, self._advice)
+        return ""
 
 
 class _Watch:
@@ -377,6 +381,12 @@ class _Watch:
                 target=self._run, args=(store,), name="composable_fsdp", daemon=True
             )
             self._thread.start()
+
+    def like(self, watch: GroupWatch) -> list[GroupWatch]:
+        """Return ``watch``, then the watches of groups that the same threads use."""
+        others = [each for each in list(self.groups.values()) if each is not watch]
+        same = watch.threads()
+        return [watch, *(each for each in others if each.threads() == same)]
 
     def stop(self) -> None:
         """End the thread, and say that the program ends; called at exit."""
