@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from types import FrameType
 from typing import Any, get_args
 
@@ -47,7 +48,8 @@ from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _ACTIONS = get_args(Report)
 _PATIENCE = 64
-"""Forwards after which the audit ends without a step."""
+"""Forwards after which the audit ends without a step. A program with a step of its own
+pays this often: 20 to 40 microseconds for each call that takes a parameter."""
 
 _wanted: weakref.WeakKeyDictionary[_FSDPState, str] = weakref.WeakKeyDictionary()
 _nodes: weakref.WeakKeyDictionary[RuntimeContext, object] = weakref.WeakKeyDictionary()
@@ -121,7 +123,8 @@ def note_step(optim: torch.optim.Optimizer) -> None:
         each.iteration_ends()
     if id(optim) not in audits[0].hooks:
         audits[0].hooks[id(optim)] = optim.register_step_post_hook(_note_end)
-    _MODE.steps.append(optim)
+    # One that is there has raised in its last step, whose end no hook told of.
+    _MODE.steps = [*takewhile(lambda other: other is not optim, _MODE.steps), optim]
     _turn(on=True)
 
 
@@ -327,7 +330,8 @@ _TEXTS = {
 }
 _OTHER_SIZE = (
     "{} takes parameter {} or its gradient, of which this rank has a part {} only. "
-    "Models whose parameters meet are sharded by the same units, or are whole inside "
+    "What has the full shape meets get_full_param or get_full_grad. Models whose "
+    "parameters meet are sharded by the same units, or are whole inside "
     "unshard_params(model) of both."
 )
 
