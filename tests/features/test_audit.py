@@ -535,6 +535,25 @@ def test_a_step_that_raised_can_be_repeated(world: World) -> None:
 
 
 @on_ranks(2)
+def test_the_audit_goes_on_after_a_step_of_torch_that_raised(world: World) -> None:
+    """The mode is off in a step of torch's optimizers only, and such a step may end."""
+
+    def raises() -> float:
+        raise KeyError("mine")
+
+    model = build("composable")
+    audit(model, "error")
+    optimizer = optim.SGD(model.parameters(), 0.01)
+    backward(loss_of(model))
+    with pytest.raises(KeyError):
+        optimizer.step(raises)
+    optimizer.step()
+
+    with pytest.raises(CompositionError, match="norm takes elements"):
+        weight(model).norm()
+
+
+@on_ranks(2)
 def test_compiled_functions_are_compiled_once(world: World) -> None:
     """A loss that is compiled in the first step is neither traced nor made again."""
     # torch looks at ``.grad`` of the argument, which is an error here.

@@ -179,7 +179,7 @@ def test_a_save_that_would_lose_a_value_of_a_rank_is_refused_on_all_ranks(
     assert list(tmp_path.iterdir()) == []
 
 
-def replicas_that_differ(world: World, folder: Path) -> tuple[str, str]:
+def replicas_that_differ(world: World, folder: Path) -> tuple[str, str, str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for layer in model:
@@ -195,11 +195,17 @@ def replicas_that_differ(world: World, folder: Path) -> tuple[str, str]:
     for state in optimizer.state.values():
         state["step"] += world.rank
     text = message_of(lambda: save(folder / "own", model, optimizer))
-    del optimizer.state[next(leaf for leaf in model.parameters() if leaf.numel())]
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    leaf = next(leaf for leaf in model.parameters() if leaf.numel())
+    if world.rank > 1:
+        del optimizer.state[leaf]
+    one = message_of(lambda: save(folder / "one", model, optimizer))
+    optimizer.state.pop(leaf, None)
     lacks = message_of(
         lambda: save(folder / "lacks", model, optimizer if world.rank else other(model))
     )
-    return text, lacks
+    return text, one, lacks
 
 
 def other(model: nn.Module) -> optim.Optimizer:
@@ -213,13 +219,15 @@ def test_scalar_state_that_replicas_have_differently_is_refused(
     """A replica's steps were lost, or stood beside those of another replica."""
     found = ranks(4).run(replicas_that_differ, tmp_path)
 
-    texts = {text for text, _ in found}
+    texts, one, lacks = map(set, zip(*found, strict=True))
     assert len(texts) == 1
     assert "(state 'step')" in (text := texts.pop())
     assert "of which several ranks hold copies, is not the same on all ranks" in text
     assert not (tmp_path / "own").exists()
+    assert "(states), of which several ranks hold copies" in one.pop()
+    assert not (tmp_path / "one").exists()
     assert not (tmp_path / "lacks").exists()
-    assert len({lacks for _, lacks in found}) == 1
+    assert len(lacks) == 1
 
 
 class Counting(nn.Linear):

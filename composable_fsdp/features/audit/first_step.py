@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from types import FrameType
 from typing import Any, get_args
 
@@ -47,7 +48,8 @@ from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _ACTIONS = get_args(Report)
 _PATIENCE = 64
-"""Forwards after which the audit ends without a step."""
+"""Microbatches after which the audit ends without a step; two forwards without a
+gradient that waits, in programs with a step of their own."""
 
 _wanted: weakref.WeakKeyDictionary[_FSDPState, str] = weakref.WeakKeyDictionary()
 _nodes: weakref.WeakKeyDictionary[RuntimeContext, object] = weakref.WeakKeyDictionary()
@@ -121,7 +123,8 @@ def note_step(optim: torch.optim.Optimizer) -> None:
         each.iteration_ends()
     if id(optim) not in audits[0].hooks:
         audits[0].hooks[id(optim)] = optim.register_step_post_hook(_note_end)
-    _MODE.steps.append(optim)
+    # One that is there has raised in its last step, whose end no hook told of.
+    _MODE.steps = [*takewhile(lambda other: other is not optim, _MODE.steps), optim]
     _turn(on=True)
 
 
@@ -151,7 +154,7 @@ class _Audit:
         _turn(on=False)
         context = self.context()
         assert context is not None  # it calls
-        self._left -= 1
+        self._left -= 1 if _has_gradients(context) else _PATIENCE // 2
         if self.has_stepped or self._left <= 0:
             self.end(context)
 
@@ -327,9 +330,19 @@ _TEXTS = {
 }
 _OTHER_SIZE = (
     "{} takes parameter {} or its gradient, of which this rank has a part {} only. "
-    "Models whose parameters meet are sharded by the same units, or are whole inside "
+    "What has the full shape meets get_full_param or get_full_grad. Models whose "
+    "parameters meet are sharded by the same units, or are whole inside "
     "unshard_params(model) of both."
 )
+
+
+def _has_gradients(context: RuntimeContext) -> bool:
+    """Return whether gradients wait for a step, or for a reduction."""
+    return any(
+        handle.reduction.due or any(leaf.grad is not None for leaf in region.graded)
+        for handle in context.handles
+        for region in handle.layout.trainable
+    )
 
 
 def _turn(*, on: bool) -> None:
