@@ -279,11 +279,10 @@ def make_form(
             wire.buffer if wire else full
             for wire, full in zip(wires, fulls, strict=True)
         ]
-    leaves = [r.full.leaves for r in layout.regions]
-    if source is None and any(wires):
         source = EncodedShards()
     elif source is None and layout.plan.piece_ranks and not layout.on_meta:
         source = Pieces(layout.plan, gathering)
+    leaves = [r.full.leaves for r in layout.regions]
     return FullForm(
         full_precision,
         _placed(layout.regions, layout.places, leaves),

@@ -393,7 +393,7 @@ def _assign_order_logs(
             continue
         # Units with the same ``Groups`` object share the logs without another lookup.
         if groups not in known:
-            gathers = [] if groups.shard is None else [groups.shard]
+            gathers = [*filter(None, [groups.shard])]
             in_forward = _log(forward, "forward", tree, gathers, str)
             in_backward = _log(backward, "backward", tree, groups.present, waiting)
             # Without a shard group there is no all-gather, but gradients are reduced

@@ -331,9 +331,8 @@ class StoreWait:
         if watch is not None:
             lost = {rank: how for rank in missing if (how := watch.ended(rank))}
             # A rank may have come and then ended.
-            for rank in absent() if lost else []:
-                if rank in lost:
-                    return f"rank {rank} {lost[rank]}"
+            for rank in lost.keys() & (absent() if lost else []):
+                return f"rank {rank} {lost[rank]}"
         # Before the proof: a call that has waited long enough leaves the group whole.
         if missing and waited > self._limit:
             words = "" if watch is None else watch.last_words()
