@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from composable_fsdp import fully_shard, plan
+from composable_fsdp import ShardingStrategy, fully_shard, plan
 from composable_fsdp.features import Arena
 from composable_fsdp.features.arena import registered_memory
 from tests.support.on_ranks import on_ranks
@@ -95,6 +96,28 @@ def test_slots_are_allocated_in_the_plans_order_and_registered_once(
     everywhere: list[Any] = [None] * world.world_size
     dist.all_gather_object(everywhere, found.calls)
     assert everywhere.count(found.calls) == world.world_size
+
+
+@pytest.mark.req("M-07")
+def test_the_groups_of_pieces_know_the_memory(
+    monkeypatch: pytest.MonkeyPatch, backend: Backend
+) -> None:
+    """HFSDP gathers into slots over another group than that of the shards."""
+    asked: list[dist.ProcessGroup] = []
+
+    def note(group: dist.ProcessGroup, device: torch.device) -> Backend:
+        asked.append(group)
+        return backend
+
+    monkeypatch.setattr(registered_memory, "backend_of", note)
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = tiny_mlp()
+        hfsdp = ShardingStrategy.HFSDP
+        fully_shard(model, arena=NCCL, strategy=hfsdp, device_mesh=mesh)
+        model(torch.ones(2, 8)).sum().backward()
+
+        assert mesh.get_group("shard") in asked
 
 
 @pytest.mark.req("M-07")

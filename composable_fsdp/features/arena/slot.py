@@ -332,7 +332,9 @@ def _source(
     """Return where the memory of the units' arena comes from, if not from torch."""
     if option.comm_memory is None:
         return None
+    # The groups that send what slots hold: full parameters, and unreduced gradients.
     # Units over the same ranks share a group, which registers once.
-    refs = [state.handle.groups.shard_ref for state in states]
+    of = [state.handle.groups for state in states]
+    refs = [ref for g in of for ref in (g.shard_ref, g.kept_ref, g.scatter_ref)]
     groups = {ref.get().group_name: ref for ref in refs if ref is not None}
     return RegisteredMemory(device, tuple(groups.values()))
