@@ -77,9 +77,10 @@ class Placement:
     """Says over which dims of the mesh each of four things is divided.
 
     Each is a tuple of names of mesh dims; with an empty tuple the thing is whole on
-    every rank. Each is divided over the dims of the previous one at least. ``"shard"``
-    and ``"replicate"`` always name the dims that shard and replicate, and ``"shard:2"``
-    the groups of 2 consecutive ranks in a dim.
+    every rank. ``between`` names the fewest dims, and ``parameters``, ``gradients`` and
+    ``states`` each at least those of the one before. ``"shard"`` and ``"replicate"``
+    always name the dims that shard and replicate, and ``"shard:2"`` the groups of 2
+    consecutive ranks in a dim.
 
     Args:
         parameters: parameters at rest. Default: whole.
@@ -116,7 +117,7 @@ class Placement:
 
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
-        """What is divided most first; a legal row has the dims of the one before."""
+        """What is divided least first; a legal row has the dims of the one before."""
         return self.between, self.parameters, self.gradients, self.states
 
     def nests(self, at: int) -> bool:

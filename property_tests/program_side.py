@@ -306,7 +306,7 @@ def equal_parts(model: nn.Module) -> list[tuple[str, str]]:
                 shape = (
                     slot.shape,
                     leaf.dtype,
-                    tuple(spans) if region.full.is_cut else (),
+                    tuple(spans) if region.full.is_own else (),
                 )
                 if id(leaf) in names:
                     parts.setdefault(shape, []).append(names[id(leaf)])

@@ -294,7 +294,7 @@ class Run:
         """After a step nothing of it is summoned, counted, or in memory."""
         handle, context = state.handle, state.context
         assert context is not None
-        left = context.outermost, context.reducing, context.tasks, context.filling
+        left = context.entered, context.reducing, context.tasks, context.filling
         counted = [unit.remaining for unit in context.marked.lists]
         assert not any((*left, *context.prefetched, *counted)), (state.name, left)
         assert not handle.reduction.due, state.name
@@ -309,7 +309,7 @@ class Run:
         if handle.residency is not Residency.SHARDED:  # by hand, or by an option
             return
         for each in handle.layout.regions:
-            if each.full.is_cut and is_free:
+            if each.full.is_own and is_free:
                 nbytes = each.full.buffer.untyped_storage().nbytes()
                 assert nbytes == 0, f"{state.name} keeps its full parameters"
         for table, key, leaf, _ in handle.swaps:

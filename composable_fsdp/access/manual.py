@@ -53,8 +53,8 @@ class UnshardHandle:
         resharded: the unit's own forward also waits.
         """
         handle, self._handle = self._handle, None
-        # ``kept_full`` is False after the unit was resharded.
-        if handle is not None and handle.kept_full:
+        # ``kept_for_forward`` is False after the unit was resharded.
+        if handle is not None and handle.kept_for_forward:
             for call in moments.HANDED_OUT:
                 call(handle)
             verbs.wait_unsharded(handle)
@@ -95,10 +95,10 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     context = _context(state, "unshard")
     handle = state.handle
     if (
-        not handle.kept_full
-        and handle.form.needs_gather
+        not handle.kept_for_forward
+        and handle.form.needs_fill
         and handle.residency not in NOT_GATHERED
-        and context.outermost is None
+        and context.entered is None
         and handle.backward.task == NO_TASK
     ):
         # Those of a forward that waits for its backward; the shards may have changed.
@@ -106,10 +106,10 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     verbs.record_gathers(handle)
     if handle.residency in NOT_GATHERED:
         # A unit that every rank holds whole sends nothing: a rank may be alone.
-        if handle.form.needs_gather:
+        if handle.form.needs_fill:
             meet_over([state], Call("unshard", state.title), always=False)
         # Inside a forward the iteration has checked, and has waited for the optimizer.
-        if context.outermost is None:
+        if context.entered is None:
             if not shards_are_unchanged(handle):
                 moments.changes.adopt(state, values_required=False)
                 moments.changes.follow_flags(state)
@@ -168,7 +168,7 @@ def reset_iter_state(module: nn.Module) -> None:
             f"{state.name}, which is inside another. Call it on the module that the "
             "last fully_shard was applied to."
         )
-    if context.outermost is not None or current_task() != NO_TASK:
+    if context.entered is not None or current_task() != NO_TASK:
         raise PhaseError(
             f"reset_iter_state was called on {state.name} while its forward or "
             "backward is running. Call it after the exception has left both."
@@ -221,11 +221,11 @@ def _context(state: _FSDPState, what: str) -> RuntimeContext:
     if context.summoned is not None:
         raise context.summoned.refusal(f"{what} of {state.name} was called")
     # A backward that raised leaves its graph tasks open, a forward that was interrupted
-    # leaves ``outermost`` set; neither calls a hook that could clean up.
+    # leaves ``entered`` set; neither calls a hook that could clean up.
     if context.tasks and current_task() == NO_TASK:
         require_no_other_backward(context)
         recover(context, drop_gradients=True)
-    elif context.outermost is not None and not is_live(context):
+    elif context.entered is not None and not is_live(context):
         recover(context, drop_gradients=False)
     return context
 

@@ -25,7 +25,7 @@ from composable_fsdp.naming import (
     strip_wrapper,
 )
 from composable_fsdp.planning import walk
-from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
+from composable_fsdp.runtime.recover import before_shard_write, require_between_steps
 from composable_fsdp.tree.root import compare_models, meet_over
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
@@ -70,7 +70,7 @@ def set_full_param(module: nn.Module, fqn: str, value: Tensor) -> None:
         _meet(found, "set_full_param", fqn)
         # A unit that is unsharded now would show the old values: free its full
         # parameters, which forward or backward gathers again.
-        free_all_full_params(unit_of(found))
+        before_shard_write(unit_of(found))
         found.leaf.copy_(found.part_of(value))
 
 

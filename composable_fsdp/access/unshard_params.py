@@ -24,7 +24,7 @@ from composable_fsdp.errors import DesyncError
 from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.planning import walk
 from composable_fsdp.runtime.offload import synchronize_copy_stream
-from composable_fsdp.runtime.recover import require_idle
+from composable_fsdp.runtime.recover import settle_tree
 from composable_fsdp.runtime.unshard import free_oldest
 from composable_fsdp.tree.root import compare_models, ensure_root, meet_over, outermost
 from composable_fsdp.tree.state import (
@@ -127,7 +127,7 @@ def _summoned(
     for state in states:
         firsts.setdefault(id(outermost(state)), state)
     # All trees are settled before the first is marked, so that a refusal marks none.
-    trees = [(require_idle(state, what), state) for state in firsts.values()]
+    trees = [(settle_tree(state, what), state) for state in firsts.values()]
     for context, state in trees:
         context.summoned = Summon(state, rank0_only, what=what)
     try:

@@ -36,7 +36,7 @@ from composable_fsdp.runtime.unshard import reshard
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import _FSDPState
 
-UNSHARDED: WeakKeyDictionary[FlatParamHandle, str] = WeakKeyDictionary()
+NO_STEPS: WeakKeyDictionary[FlatParamHandle, str] = WeakKeyDictionary()
 """Why optimizers may not step on a unit now; ``{}`` stands for the name of a parameter.
 Weak: a model may be dropped while it sleeps."""
 _SHOWN = (
@@ -47,8 +47,8 @@ _SHOWN = (
 
 def require_awake(handles: Iterable[FlatParamHandle], call: str) -> None:
     """Refuse a call that would take the empty parameters of a sleeping unit for its."""
-    for handle in handles if UNSHARDED else ():
-        if (why := UNSHARDED.get(handle, _SHOWN)) is not _SHOWN:
+    for handle in handles if NO_STEPS else ():
+        if (why := NO_STEPS.get(handle, _SHOWN)) is not _SHOWN:
             raise PhaseError(f"{call} was called {why.format(handle.name)}")
 
 
@@ -298,7 +298,7 @@ def _unshard_state(
     if Phase.SUMMON not in handle.phase.followers:
         raise illegal_move(handle.name, handle.phase, Phase.SUMMON)
     handle.phase = Phase.SUMMON
-    UNSHARDED[handle] = _SHOWN
+    NO_STEPS[handle] = _SHOWN
     # The optimizer wrote the shards on the caller's stream.
     context.streams.wait_for_caller()
     unit = UnshardedUnit(handle, rank0_only=rank0_only)
@@ -314,7 +314,7 @@ def _unshard_state(
     finally:
         # Also after an exception, so that the unit is sharded and can run again.
         handle.phase = Phase.IDLE
-        UNSHARDED.pop(handle, None)
+        NO_STEPS.pop(handle, None)
         # The full parameters outlive the block.
         for leaf in unit.leaves if with_grads else ():
             leaf.grad = None

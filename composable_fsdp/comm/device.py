@@ -126,7 +126,7 @@ class UnitEvents:
     """The events and streams of a unit. Each event is recorded again in every step."""
 
     __slots__ = (
-        *("all_reduce", "free", "gather", "leaf_streams", "reduce", "reduce_owner"),
+        *("all_reduce", "free", "gather", "leaf_streams", "reduce", "reduce_writer"),
     )
 
     def __init__(self, new_event: Callable[[], StreamEvent]) -> None:
@@ -138,7 +138,7 @@ class UnitEvents:
         """End of the unit's reduction on the reduce stream."""
         self.all_reduce = new_event()
         """End of a hybrid unit's all-reduce on the all-reduce stream."""
-        self.reduce_owner: torch.cuda.Stream | None = None
+        self.reduce_writer: torch.cuda.Stream | None = None
         """The stream that first copied gradients into the reduce buffers."""
         self.leaf_streams: tuple[torch.cuda.Stream, ...] = ()
         """The streams on which AccumulateGrad nodes and hooks of full leaves run
@@ -217,7 +217,7 @@ class Streams:
         """Make ``stream`` current in a block. CUDA only."""
         return use_stream(stream)
 
-    def users(self, events: UnitEvents) -> list[torch.cuda.Stream]:
+    def gradient_streams(self, events: UnitEvents) -> list[torch.cuda.Stream]:
         """Return the streams that write reduce buffers and ``.grad``; none on CPU."""
         return []
 
@@ -281,13 +281,13 @@ class CudaStreams(Streams):
         self.reduce.synchronize()
         self.all_reduce.synchronize()
 
-    def users(self, events: UnitEvents) -> list[torch.cuda.Stream]:
+    def gradient_streams(self, events: UnitEvents) -> list[torch.cuda.Stream]:
         """Return the streams that write reduce buffers and ``.grad``, current first."""
         # Several, because AccumulateGrad hooks run on the stream of the first forward
         # whose graph is alive, other backward hooks on the stream of the matching
         # forward, and the final callback on the caller's.
         found = [current_stream(self.device)]
-        for stream in (self.compute, *events.leaf_streams, events.reduce_owner):
+        for stream in (self.compute, *events.leaf_streams, events.reduce_writer):
             if stream is not None and stream not in found:
                 found.append(stream)
         return found

@@ -132,7 +132,7 @@ def replace_layout(
         epoch=handle.layout.epoch + 1,
     )
     form = make_form(made)
-    if form.needs_gather:
+    if form.needs_fill:
         # The form in the compute dtype has the slot, if any.
         other = handle.other_form
         form.slot = handle.form.slot or (other.slot if other is not None else None)
@@ -265,7 +265,7 @@ def make_form(
     """Return the full form over the regions' full buffers and leaves."""
     if unreadable is None:
         unreadable = unreadable_versions(len(layout.sharded_placed))
-    gathering = [r for r in layout.regions if r.full.is_cut and r.layout.padded_numel]
+    gathering = [r for r in layout.regions if r.full.is_own and r.layout.padded_numel]
     # The shard itself, if it has the compute dtype and is on the compute device. Else
     # it is first cast or copied into this rank's slice of ``full``, in place.
     inputs = [_gathered_from(r) for r in gathering]

@@ -215,7 +215,7 @@ class Pieces:
         # A forward without a graph may follow a write that no version shows (averaged
         # weights, swapped in through ``.data``): it gathers, and leaves the pieces
         # unused.
-        trains = torch.is_grad_enabled() and context.outermost is not None
+        trains = torch.is_grad_enabled() and context.entered is not None
         usable = bool(context.tasks) or (self.at_rest and trains)
         if not usable or self._filled_at != now:
             if self.at_rest:

@@ -263,7 +263,7 @@ def allocate_reduce(handle: FlatParamHandle, owner: torch.cuda.Stream | None) ->
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
     handle.reduction.has_memory = True
-    handle.events.reduce_owner = owner
+    handle.events.reduce_writer = owner
 
 
 def free_reduce(handle: FlatParamHandle) -> None:
@@ -281,7 +281,7 @@ def free_reduce(handle: FlatParamHandle) -> None:
     handle.reduction.has_memory = False
     # A later reduction must not wait for this stream: a CUDA graph that is captured on
     # another one may not depend on work from before.
-    handle.events.reduce_owner = None
+    handle.events.reduce_writer = None
 
 
 def leave_reduce(handle: FlatParamHandle) -> None:

@@ -54,7 +54,7 @@ class FullForm:
     """``full`` of these regions; the list of the outputs, if nothing is encoded."""
     fills: tuple[tuple[Tensor, Tensor], ...]
     """Pairs (this rank's slice of ``full``, shard) to copy before the all-gather."""
-    needs_gather: bool
+    needs_fill: bool
     """Whether any region has a ``full`` buffer of its own that must be filled."""
     # Version counters decide which leaves autograd may read (``flat.residency``).
     unreadable: tuple[int, ...]
@@ -220,7 +220,7 @@ class ReductionProgress:
     all-gather takes the memory."""
     in_flight: bool = False
     """Whether a reduction may be writing the flat gradients."""
-    replicates: bool = False
+    all_reduces: bool = False
     """Whether an all-reduce on a stream of its own writes the flat gradients."""
     held: tuple[bytes, ...] | None = None
     """Arrival flags per trainable region of the sums that wait in
@@ -239,8 +239,8 @@ class FlatParamHandle:
         "full_fqn",
         "groups",
         "guards",
-        "kept",
-        "kept_full",
+        "kept_for_backward",
+        "kept_for_forward",
         "layout",
         "logs",
         "other_form",
@@ -297,10 +297,10 @@ class FlatParamHandle:
         """The pending all-gather, or ``None`` if no all-gather is pending."""
         self.backward = NO_BACKWARD
         """Progress of the backward that has reached the unit, else ``NO_BACKWARD``."""
-        self.kept = False
+        self.kept_for_backward = False
         """Whether ``full`` stays allocated until the end of the next backward
-        (``create_graph=True``)."""
-        self.kept_full = False
+        (``create_graph=True``), or of a call (``call_where``)."""
+        self.kept_for_forward = False
         """Whether ``full`` was kept for the next forward, after backward or by
         ``unshard``."""
         self.block_leaves: list[nn.Parameter] = []

@@ -49,7 +49,7 @@ class FullBuffer(NamedTuple):
     own_slice: Tensor | None
     """This rank's slice ``(shard_numel,)`` of ``buffer``, if the shard must be copied
     there before the all-gather; ``None`` if the all-gather reads ``shard``."""
-    is_cut: bool
+    is_own: bool
     """Whether ``buffer`` is a buffer of its own. If not, ``buffer`` is ``shard``."""
     leaves: tuple[nn.Parameter, ...]
     """The full leaves, aligned with ``FlatParameter.leaves``."""

@@ -166,7 +166,7 @@ def leave_full(handle: FlatParamHandle) -> None:
     for region in handle.layout.regions:
         full = region.full
         # With a wire format the backend has written into the encoded values alone.
-        if full.wire or not full.is_cut or not memory.is_allocated(full.buffer):
+        if full.wire or not full.is_own or not memory.is_allocated(full.buffer):
             continue
         views = [] if full.own_slice is None else [full.own_slice, *full.own_parts]
         fresh = memory.leave(full.buffer, [*views, *map(local_of, full.leaves)])
@@ -387,7 +387,7 @@ def start_counting_steps() -> None:
 
 
 def shard_versions(handle: FlatParamHandle) -> tuple[int, ...]:
-    """Return the step count of the unit and the version of each sharded parameter."""
+    """Return the step count and the versions of the shards; count steps from now on."""
     # Optimizer steps are counted separately: fused kernels do not change the versions,
     # and a rank without elements of the unit sees no write.
     start_counting_steps()

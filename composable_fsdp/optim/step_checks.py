@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composable_fsdp.access.unsharded_unit import UNSHARDED
+from composable_fsdp.access.unsharded_unit import NO_STEPS
 from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.errors import CompositionError, PhaseError, warn
 from composable_fsdp.flat.flat_parameter import (
@@ -134,8 +134,8 @@ def require_elementwise(optim: object) -> None:
 
 def require_outside_unshard_params(optim: Optimizer) -> None:
     """Refuse a step on sharded parameters that are shown full, or asleep."""
-    for held in held_by(optim) if UNSHARDED else ():
-        if why := UNSHARDED.get(held.handle):
+    for held in held_by(optim) if NO_STEPS else ():
+        if why := NO_STEPS.get(held.handle):
             call = f"{type(optim).__name__}.step() was called"
             raise PhaseError(f"{call} {why.format(held.name)}")
 

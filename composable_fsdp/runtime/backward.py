@@ -190,6 +190,7 @@ def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> boo
         # A hook must not hold the node that the hook is registered on (an alias that is
         # also an output): the reference cycle would keep the graph alive.
         others = [a for a in aliases if all(a is not node for node in nodes)]
+        # A single alias is not counted: it runs behind all other nodes of the forward.
         counted = tuple(others) if len(others) > 1 else ()
     hook = partial(pre_backward, call, counted)
     for node in nodes:
@@ -201,7 +202,7 @@ def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> boo
         call.index = call.order.add(call.state, call.begin)
     # Without an alias no ``input_done`` counts this call down, as intended: the
     # gradient may flow to an attribute or a closure until the graph task ends.
-    calls, handle = call.order.open_calls, call.state.handle
+    calls, handle = call.order.graphs, call.state.handle
     calls[handle] = calls.get(handle, 0) + 1
     return True
 
@@ -270,7 +271,7 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
         # First call of this order in this graph task: add the open calls of
         # the whole forward.
         handle.backward.orders = (*handle.backward.orders, order)
-        handle.backward.open_calls += order.open_calls.get(handle, 0)
+        handle.backward.open_calls += order.graphs.get(handle, 0)
     order.reach(context, handle, call.index)
     if handle.residency in NOT_GATHERED:
         unshard(context, handle)

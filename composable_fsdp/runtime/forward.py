@@ -165,7 +165,7 @@ def pre_forward(
     if profiler._is_profiler_enabled:
         begin_range("forward", context, handle.full_fqn)
     if not recomputing:
-        if context.outermost is None or context.outermost is state:
+        if context.entered is None or context.entered is state:
             passage = _enter_outermost(context, state)
         log = handle.logs.forward
         if log is not None:
@@ -197,10 +197,10 @@ def pre_forward(
 
 def _enter_outermost(context: RuntimeContext, state: _FSDPState) -> Passage:
     """Begin the iteration, unless this is an inner call of a running forward of it."""
-    # ``outermost`` may be stale after a KeyboardInterrupt: ``is_live`` asks the call
+    # ``entered`` may be stale after a KeyboardInterrupt: ``is_live`` asks the call
     # stack.
     passage: Passage = state.passage
-    if context.outermost is not None and is_live(context):
+    if context.entered is not None and is_live(context):
         return passage
     begin_iteration(context, state)
     return passage if context.streams.host_waits else PASSAGES["moving"]
@@ -261,7 +261,7 @@ def post_forward(
         return output
     if state.remaining and not stays_full:
         state.remaining -= {id(module)}
-    if context.outermost is state and not calls:
+    if context.entered is state and not calls:
         _end_outermost(context, awaited=awaited)
     # An outer call or another module may need the parameters.
     if not calls and not state.remaining:
@@ -281,7 +281,7 @@ def end_unit_forward(
         reshard(context, handle)
     elif handle.residency is UNSHARDED:
         residency.use_sharded(handle)
-        handle.kept_full = False
+        handle.kept_for_forward = False
 
 
 def _end_outermost(context: RuntimeContext, *, awaited: bool) -> None:
@@ -299,7 +299,7 @@ def _end_outermost(context: RuntimeContext, *, awaited: bool) -> None:
         if unit.remaining:
             unit.remaining = frozenset()
             # Some of its modules did not run, or ran again after the reshard.
-            awaited = unit.handle in context.order.open_calls
+            awaited = unit.handle in context.order.graphs
             end_unit_forward(context, unit, awaited=awaited, stays_full=False)
 
 
@@ -337,11 +337,11 @@ def _after_raise(state: _FSDPState) -> None:
         PASSAGES["full"].after_raise(state, call)
         calls.pop()
         call.forget_inputs()
-    if context.outermost is state and not calls:
+    if context.entered is state and not calls:
         recover(context, drop_gradients=False)
     elif not calls:
         # A caller may catch the error, and an earlier call may wait for its backward.
-        awaited = handle in context.order.open_calls
+        awaited = handle in context.order.graphs
         handle.phase = BACKWARD_PRE if awaited else IDLE
         state.remaining = frozenset()
         if not (running.foreign and residency.end_functional_call(handle)):

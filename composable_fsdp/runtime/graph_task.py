@@ -245,7 +245,7 @@ def _show_sharded(context: RuntimeContext, task: int) -> None:
         handle = state.handle
         if handle.backward.task == task and handle.is_full and not handle.running.calls:
             residency.use_sharded(handle)
-    if context.outermost is None and context.tasks.keys() <= context.dead:
+    if context.entered is None and context.tasks.keys() <= context.dead:
         for handle in context.handles:
             # The dead backward has not reached this unit, which was prefetched or
             # unsharded by the user.
@@ -335,7 +335,12 @@ def _finish_reached_units(
             continue
         reshards = state.settings.reshard_after_backward
         # Usually the last ``input_done`` has resharded the unit.
-        if retained or handle.kept or not reshards or handle.residency is not SHARDED:
+        if (
+            retained
+            or handle.kept_for_backward
+            or not reshards
+            or handle.residency is not SHARDED
+        ):
             end_use(context, handle, reshards, kept=retained)
     # Behind all reshards: the reduce buffers can take the memory of the parameters.
     if late and not context.tasks:
@@ -360,8 +365,12 @@ def _finish_other_units(context: RuntimeContext, *, retained: bool) -> None:
         reshards = state.settings.reshard_after_backward
         if (
             not retained
-            and context.outermost is None
-            and (handle.kept or not reshards or handle.residency is not SHARDED)
+            and context.entered is None
+            and (
+                handle.kept_for_backward
+                or not reshards
+                or handle.residency is not SHARDED
+            )
         ):
             end_use(context, handle, reshards, kept=False)
     context.prefetched.clear()

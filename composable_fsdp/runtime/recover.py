@@ -79,7 +79,7 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     if context.tasks:
         threads.require_no_other_backward(context)
         recover(context, drop_gradients=True)
-    elif context.outermost is not None:
+    elif context.entered is not None:
         recover(context, drop_gradients=False)
     if context.frame is not None:
         threads.require_not_elsewhere(context)
@@ -114,7 +114,7 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     streams = context.streams
     if not streams.host_waits and streams.begin_iteration():
         make_nodes_on_current_stream(context)
-    context.outermost = state
+    context.entered = state
 
 
 def require_outside_block(context: RuntimeContext, state: _FSDPState) -> None:
@@ -133,7 +133,7 @@ def _discard_old_full_params(context: RuntimeContext) -> None:
         if handle.residency is UNSHARDED:  # by hand
             with functional_params_aside(handle):
                 _keep_or_discard(context, handle)
-        elif handle.residency is not SHARDED or handle.kept_full:
+        elif handle.residency is not SHARDED or handle.kept_for_forward:
             _keep_or_discard(context, handle)
 
 
@@ -142,7 +142,7 @@ def _follow_changes(context: RuntimeContext, root: _RootFSDPState) -> None:
     froze = False
     for unit in root._root_states:
         handle = unit.handle
-        if not handle.kept_full and not shards_are_unchanged(handle):
+        if not handle.kept_for_forward and not shards_are_unchanged(handle):
             with functional_params_aside(handle):
                 moments.changes.adopt(unit)
                 # A forward without a graph keeps the regions, because a graph of an
@@ -160,7 +160,7 @@ def _follow_changes(context: RuntimeContext, root: _RootFSDPState) -> None:
 
 def _keep_or_discard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Reshard a unit that is full, unless the unit was kept and is current."""
-    if handle.kept_full and require_current_full_params(handle):
+    if handle.kept_for_forward and keep_if_current(handle):
         return
     if handle.residency is not SHARDED:
         unshard.discard_full(context, handle)
@@ -178,12 +178,12 @@ def _begin_first(context: RuntimeContext, root: _RootFSDPState) -> None:
 
 def end_iteration(context: RuntimeContext) -> None:
     """Record that the forward that began the iteration has ended or raised."""
-    context.outermost = context.frame = None
+    context.entered = context.frame = None
     for observer in context.observers:
         observer.iteration_ends()
 
 
-def require_current_full_params(handle: FlatParamHandle) -> bool:
+def keep_if_current(handle: FlatParamHandle) -> bool:
     """Return whether a unit that was kept full after backward can be used as is.
 
     Raises: PhaseError, if the shards were written to since.
@@ -226,7 +226,7 @@ def _module_call() -> FrameType | None:
 
 def is_live(context: RuntimeContext) -> bool:
     """Return whether the forward that began the iteration is still running."""
-    # A KeyboardInterrupt runs no post-forward hook, so ``outermost`` may be stale; only
+    # A KeyboardInterrupt runs no post-forward hook, so ``entered`` may be stale; only
     # the call stack tells. Without a frame (not begun by a module call) the answer is
     # unknown.
     if context.frame is None or is_below(context.frame, sys._getframe(1)):
@@ -299,11 +299,11 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
     if context is None:
         moments.changes.adopt(state, values_required=False)
         return
-    if context.outermost is not None and not is_live(context):
+    if context.entered is not None and not is_live(context):
         recover(context, drop_gradients=False)
     running = None
-    if context.outermost is not None:
-        running = f"the forward of {context.outermost.name}"
+    if context.entered is not None:
+        running = f"the forward of {context.entered.name}"
     elif graph_task.current_task() != NO_TASK:
         running = "backward"
     if running is not None:
@@ -323,12 +323,12 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
     if handle.residency is not UNSHARDED and handle.residency is not COPIES_SHOWN:
         # The unit is kept full for backward, and the user has assigned ``p.data``.
         if handle.residency is not SHARDED and not shards_are_unchanged(handle):
-            free_all_full_params(state)
+            before_shard_write(state)
         if handle.residency is SHARDED:
             moments.changes.adopt(state, values_required=False)
 
 
-def free_all_full_params(state: _FSDPState) -> None:
+def before_shard_write(state: _FSDPState) -> None:
     """Reshard a unit that was left full, because the caller will write the shards."""
     state.handle.writes.steps += state.handle.writes.steps_per_reduction
     if state.handle.residency is not SHARDED:
@@ -336,13 +336,13 @@ def free_all_full_params(state: _FSDPState) -> None:
         unshard.reshard(state.context, state.handle)
 
 
-def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
+def settle_tree(state: _FSDPState, what: str) -> RuntimeContext:
     """Reshard and initialize the tree of ``state``, and return the context."""
     require_between_steps(state, what)
     context = ensure_root(state)
     for handle in context.handles:
         handle.writes.steps += handle.writes.steps_per_reduction
-        if handle.kept or handle.residency is not SHARDED:
+        if handle.kept_for_backward or handle.residency is not SHARDED:
             unshard.end_use(context, handle, reshards=True, kept=False)
     unshard.free_oldest(context, keep=0)
     for unit in root_of(context)._root_states:

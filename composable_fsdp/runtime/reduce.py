@@ -49,12 +49,12 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import tensor_hooks_of
 from composable_fsdp.flat.user_hooks import call_post_hooks, call_tensor_hooks
 from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
-from composable_fsdp.runtime.replica_sums import (
+from composable_fsdp.runtime.partial_sums import (
     add_partial_sums,
-    all_reduce_over_replicas,
     all_reduce_sums,
     drop_partial_sums,
     hold_partial_sums,
+    issue_all_reduce,
 )
 from composable_fsdp.tree import moments
 from composable_fsdp.tree.state import Reduction, RuntimeContext
@@ -77,7 +77,7 @@ def copy_grads_to_reduce_buffers(
     owner: Any = None  # of the copy, on CUDA
     others: list[torch.cuda.Stream] = []
     if not streams.host_waits:
-        owner, *others = streams.users(handle.events)
+        owner, *others = streams.gradient_streams(handle.events)
     for stream in others:
         owner.wait_stream(stream)
     if not handle.reduction.has_memory:
@@ -161,7 +161,7 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
 def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
     """Issue the reduction on the reduce stream, behind the streams of the gradients."""
     handle = reduction.handle
-    users = streams.users(handle.events)
+    users = streams.gradient_streams(handle.events)
     if users[0] == streams.compute:
         for region in handle.layout.trainable:
             ready_gradient(region)
@@ -175,7 +175,7 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
         streams.reduce.wait_stream(stream)
     groups, by_hook = handle.groups, handle.rule.hook is not None
     shard, replicas = handle.rule.group or groups.scatter_ref, groups.sum_ref
-    handle.reduction.replicates = bool(
+    handle.reduction.all_reduces = bool(
         reduction.final and shard and replicas and not by_hook
     )
     with streams.on(streams.reduce):
@@ -188,7 +188,7 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
         # copies read.
         if not by_hook:
             handle.events.reduce.record(streams.reduce)
-        if handle.layout.offload and not handle.reduction.replicates:
+        if handle.layout.offload and not handle.reduction.all_reduces:
             _apply_reduced_gradients(reduction)
         if by_hook:
             handle.events.reduce.record(streams.reduce)
@@ -198,7 +198,7 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
         shard.operations.marks[handle.events.reduce.event] = shard.operations.number
     if replicas is not None:
         event = handle.events.reduce
-        if handle.reduction.replicates:
+        if handle.reduction.all_reduces:
             _replicate_on_stream(streams, reduction)
             event = handle.events.all_reduce
         replicas.operations.marks[event.event] = replicas.operations.number
@@ -221,17 +221,20 @@ def finish_reduction(
 ) -> None:
     """Wait for the reductions in flight, free the reduce buffers, and set ``.grad``.
 
-    Collective: on CPU one all-reduce per reduce dtype over the replicate group, if
-        parameters are both sharded and replicated; else none.
+    ``ahead_of``: the unit that sends next. On CUDA the all-reduce of another unit then
+    stays in flight.
+
+    Collective: on CPU one all-reduce per reduce dtype over the sum group (``Groups``),
+        if it is not that of the reduce-scatter; else none.
     """
-    if context.replicating is not None:
-        _finish_all_reduce(context, context.replicating)
+    if context.all_reducing is not None:
+        _finish_all_reduce(context, context.all_reducing)
     reduction = context.reducing
     if reduction is None:
         return
     context.reducing = None
     handle, streams = reduction.handle, context.streams
-    handle.reduction.in_flight = handle.reduction.replicates
+    handle.reduction.in_flight = handle.reduction.all_reduces
     if streams.host_waits:
         try:
             for work in reduction.works:
@@ -250,14 +253,14 @@ def finish_reduction(
         _apply_reduced_gradients(reduction)
     else:
         # The side streams write buffers that no parameter shows.
-        applies = not handle.layout.offload and not handle.reduction.replicates
+        applies = not handle.layout.offload and not handle.reduction.all_reduces
         _wait_on_streams(streams, reduction, handle.events.reduce, applies=applies)
     if handle.reduction.has_memory:
         _free_buffers(streams, reduction)
-    if not handle.reduction.replicates:
+    if not handle.reduction.all_reduces:
         _forget_outputs(handle)
         return
-    context.replicating = reduction
+    context.all_reducing = reduction
     # A second reduction of the unit would write into the same outputs.
     if ahead_of is None or ahead_of is handle:
         _finish_all_reduce(context, reduction)
@@ -290,7 +293,7 @@ def _wait_on_streams(
     """Have the current stream wait for ``event``, and set ``.grad`` if asked."""
     # Autograd, optimizers and users access ``.grad`` on the compute stream, so only
     # that stream writes ``.grad``.
-    current, *others = streams.users(reduction.handle.events)
+    current, *others = streams.gradient_streams(reduction.handle.events)
     for stream in others:
         current.wait_stream(stream)
     event.wait()
@@ -303,7 +306,7 @@ def _wait_on_streams(
 def _finish_all_reduce(context: RuntimeContext, reduction: Reduction) -> None:
     """Wait for the all-reduces on their stream; set ``.grad`` on the current stream."""
     handle, streams = reduction.handle, context.streams
-    context.replicating = None
+    context.all_reducing = None
     try:
         if handle.layout.offload:
             # Compute reads nothing. Outputs are given back to the reduce stream below.
@@ -319,7 +322,7 @@ def _finish_all_reduce(context: RuntimeContext, reduction: Reduction) -> None:
 
 def _forget_outputs(handle: FlatParamHandle) -> None:
     """Give up the outputs of a reduction whose end all readers wait for."""
-    handle.reduction.replicates = handle.reduction.in_flight = False
+    handle.reduction.all_reduces = handle.reduction.in_flight = False
     for region in handle.layout.trainable:
         region.reduce.temporary = None
 
@@ -327,8 +330,8 @@ def _forget_outputs(handle: FlatParamHandle) -> None:
 def drop_reduction(context: RuntimeContext) -> None:
     """Wait for the reductions in flight, if any, and discard the sums."""
     drop_d2h_grad_copies(context)
-    dropped = [context.replicating, context.reducing]
-    context.replicating = context.reducing = None
+    dropped = [context.all_reducing, context.reducing]
+    context.all_reducing = context.reducing = None
     for reduction in filter(None, dropped):
         handle = reduction.handle
         try:
@@ -341,7 +344,7 @@ def drop_reduction(context: RuntimeContext) -> None:
         # been recorded for this reduction.
         if not context.streams.host_waits:
             streams = context.streams
-            for stream in (*streams.users(handle.events), streams.gather):
+            for stream in (*streams.gradient_streams(handle.events), streams.gather):
                 stream.wait_stream(streams.reduce)
                 stream.wait_stream(streams.all_reduce)
         _forget_outputs(handle)
@@ -358,7 +361,7 @@ def drop_unreduced_grads(context: RuntimeContext, handle: FlatParamHandle) -> No
     handle.reduction.due = False
     if handle.reduction.has_memory:
         # Kernels may still copy gradients into the reduce buffers.
-        for stream in context.streams.users(handle.events):
+        for stream in context.streams.gradient_streams(handle.events):
             context.streams.gather.wait_stream(stream)
         free_reduce(handle)
 
@@ -400,10 +403,10 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
         if ref is None:
             torch._foreach_copy_(targets, buffers)
             if final:
-                work = all_reduce_over_replicas(handle, regions, async_op=async_op)
+                work = issue_all_reduce(handle, regions, async_op=async_op)
         else:
             group = ref.ref() or ref.get()  # ``get`` raises if it was destroyed
-            # An object of the user stands in through the door of FSDP2.
+            # ``set_custom_reduce_scatter`` of FSDP2's door replaces it.
             scatter = rule.reduce_scatter or collectives.reduce_scatter_flat
             work = scatter(
                 targets,

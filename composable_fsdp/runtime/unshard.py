@@ -8,11 +8,12 @@ On CUDA each full buffer has one owner, the gather stream, and one event that fr
 
 What gives the full parameters up, and what becomes of their memory::
 
-    reshard         the modules show shards; freed, unless a second backward keeps it
+    reshard         the modules show shards; freed (on CUDA later), unless a second
+                    backward keeps it, or a parameter that a user kept
     keep_full       the modules show shards; stays, filled, for the next forward
     end_use         ``reshard`` or ``keep_full``, as the unit is set
-    release         as ``reshard``; freed even then
-    discard_full    as ``reshard``; the next use gathers again even then
+    release         as ``reshard``; not kept for a second backward
+    discard_full    as ``reshard``; the next use gathers again in any case
     drop_unused     ``reshard`` of units that were prefetched in vain
 
     residency.free_full     the move itself: freed now
@@ -61,7 +62,7 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
             f"unshard expects fully sharded module {handle.name} to be sharded; it is "
             "full already. Ask handle.residency first."
         )
-    if handle.form.readable is not None and handle.form.needs_gather:
+    if handle.form.readable is not None and handle.form.needs_fill:
         # A unit that was kept for a second backward is still readable, and the
         # all-gather overwrites the memory that saved tensors refer to.
         make_unreadable(handle)
@@ -71,11 +72,12 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     # behind its last reader.
     if handle.form.slot is not None:
         handle.form.slot.make_way(context, handle)
-    if not handle.form.needs_gather:
+    if not handle.form.needs_fill:
         residency.move(handle, HIDDEN)
     elif context.streams.host_waits:
         # The full buffers take the memory of the reduction (``runtime.reduce``). Not in
-        # a forward (``set_is_last_backward``): its modes would hold for hooks of users.
+        # a forward (``set_is_last_backward``): it may run under ``no_grad``, and hooks
+        # of users would, too.
         if context.reducing is not None and context.tasks:
             finish_reduction(context, ahead_of=handle)
         residency.allocate_full(handle)
@@ -106,7 +108,7 @@ def _gather(
         shards, ref = source.fill(context, handle)
     if ref is not None:
         group = ref.ref() or ref.get()  # ``get`` raises if the group was destroyed
-        # An object of the user stands in through the door of FSDP2.
+        # ``set_custom_all_gather`` of FSDP2's door replaces it.
         gather = handle.rule.all_gather or collectives.all_gather_flat
         operation = Operation(
             ref.operations, "all_gather", handle.full_fqn, handle.phase, full[0]
@@ -201,7 +203,7 @@ def _give_up(handle: FlatParamHandle) -> None:
         handle.form.source.leave(handle)
     residency.leave_full(handle)
     # A call that catches the error and runs the unit again must gather again.
-    handle.kept_full = False
+    handle.kept_for_forward = False
     residency.free_full(handle)
 
 
@@ -211,12 +213,12 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         # The unit was prefetched and not used; the all-gather still writes into the
         # memory.
         _end_gather(handle, handle.ready)
-    handle.kept_full = False
+    handle.kept_for_forward = False
     if handle.residency is UNSHARDED or handle.residency is COPIES_SHOWN:
         residency.use_sharded(handle)
-    if handle.residency in NOT_GATHERED or handle.kept:
+    if handle.residency in NOT_GATHERED or handle.kept_for_backward:
         return
-    stays = not handle.form.needs_gather
+    stays = not handle.form.needs_fill
     if handle.form.handed is not None:
         stays |= _take_back(context, handle, handle.form.handed)
     if stays:
@@ -230,9 +232,9 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         residency.free_full(handle)
     else:
         current = context.streams.current()
-        # AccumulateGrad hooks run on the stream that was current at construction; the
-        # last reader of the parameters may be on the forward's stream. ``wait_stream``
-        # records an event, so skip the call if both streams are the same.
+        # AccumulateGrad hooks run on the stream of the forward that made their nodes
+        # (``grad_hooks``), and the last reader may be on the compute stream.
+        # ``wait_stream`` records an event, so skip it if both streams are the same.
         if current != context.streams.compute:
             current.wait_stream(context.streams.compute)
         handle.events.free.record(current)
@@ -244,7 +246,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         residency.defer_free(handle)
         context.retiring.append(handle)
         # Between steps no all-gather will follow that takes this memory.
-        runs = context.outermost is not None or context.tasks
+        runs = context.entered is not None or context.tasks
         free_oldest(context, keep=_limit(handle) if runs else 0)
 
 
@@ -267,19 +269,19 @@ def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Put the sharded parameters back; keep the full buffers for the next forward."""
     if (
         handle.ready is not None
-        or not handle.form.needs_gather
+        or not handle.form.needs_fill
         or handle.residency is FREE_PENDING
     ):
         reshard(context, handle)
         return
     if handle.residency is UNSHARDED:
         residency.use_sharded(handle)
-    if handle.residency is SHARDED or handle.kept_full:
+    if handle.residency is SHARDED or handle.kept_for_forward:
         return
     if handle.writes.gathered_at:
         # The versions are those of the all-gather, because a write or a step between
         # forward and backward makes the full parameters old already.
-        handle.kept_full = True
+        handle.kept_for_forward = True
     else:
         # The all-gather came before the setting, so a write to the shards since would
         # not be noticed. Record from the next all-gather on.
@@ -291,7 +293,7 @@ def end_use(
     context: RuntimeContext, handle: FlatParamHandle, reshards: bool, *, kept: bool
 ) -> None:
     """Reshard the unit, or keep the full buffers for the next forward."""
-    handle.kept = kept
+    handle.kept_for_backward = kept
     if reshards:
         reshard(context, handle)
     else:
@@ -303,7 +305,7 @@ def hold_by_hand(handle: FlatParamHandle) -> None:
     if not handle.writes.gathered_at:
         # Gathered before the record began, for the forward or backward that is running.
         handle.writes.gathered_at = shard_versions(handle)
-    handle.kept_full = True
+    handle.kept_for_forward = True
 
 
 def record_gathers(handle: FlatParamHandle) -> None:
@@ -372,7 +374,7 @@ def _gather_ahead(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Unshard the unit if needed, and remember the unit until the forward ends."""
     slot = handle.form.slot
     if (
-        handle.form.needs_gather
+        handle.form.needs_fill
         and handle.residency in NOT_GATHERED
         and (slot is None or slot.is_vacant(handle))
     ):
@@ -388,6 +390,6 @@ def _gather_ahead(context: RuntimeContext, handle: FlatParamHandle) -> None:
 def drop_unused(context: RuntimeContext) -> None:
     """Reshard units that were prefetched in this forward and not used."""
     for handle in context.prefetched:
-        if handle.ready is not None and not handle.kept_full:
+        if handle.ready is not None and not handle.kept_for_forward:
             reshard(context, handle)
     context.prefetched.clear()

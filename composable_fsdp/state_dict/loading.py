@@ -25,7 +25,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.param_ref import ParamRef, param_refs
 from composable_fsdp.naming import listed, quoted, strip_wrapper
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
+from composable_fsdp.runtime.recover import before_shard_write, require_between_steps
 from composable_fsdp.state_dict import lost_writes
 from composable_fsdp.state_dict.full import full_values, mismatch, sharded_values
 from composable_fsdp.state_dict.settings import effective_settings
@@ -72,7 +72,7 @@ def load_from_state_dict(
         _require_values(self, state_dict, prefix)
         lost_writes.forget(state)
     # An unsharded unit would keep showing the old values.
-    free_all_full_params(state)
+    before_shard_write(state)
     # torch calls these hooks after the children have loaded, so each is given the full
     # parameters by itself. The handle that removes the hook knows the key alone.
     for key, hook in self._load_state_dict_post_hooks.items():

@@ -22,7 +22,7 @@ from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.optim.names import is_absent, names_of, optimizers_of
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.planning import walk
-from composable_fsdp.runtime.recover import require_between_steps, require_idle
+from composable_fsdp.runtime.recover import require_between_steps, settle_tree
 from composable_fsdp.storage.manifest import Span
 from composable_fsdp.storage.source import OWN_STATE
 from composable_fsdp.storage.tensors import (
@@ -204,7 +204,7 @@ def _settle(states: Iterable[_FSDPState], what: str) -> None:
         require_between_steps(state, what)
     # Units that were kept unsharded on purpose are resharded, and read or overwritten.
     for state in {id(s.context): s for s in states if s.context is not None}.values():
-        require_idle(state, what)
+        settle_tree(state, what)
 
 
 def _refuse_meta(

@@ -99,7 +99,7 @@ class _Step(NamedTuple):
                 grads = [leaf.grad for leaf in region.leaves]
                 log.mark([*region.leaves, *grads], "host")
             # Without a buffer of its own, the full region is the shard.
-            if region.full.is_cut:
+            if region.full.is_own:
                 log.mark([region.full.buffer], "full")
             if region.full.wire is not None:
                 log.mark([region.full.wire.buffer], "full")

@@ -43,7 +43,7 @@ class StepOrder:
 
     # Kept alive by hooks in the autograd graph alone (and, the latest, by the context),
     # so a forward without a backward leaves nothing behind.
-    __slots__ = ("count", "mode", "open_calls", "reached", "task", "uses")
+    __slots__ = ("count", "mode", "graphs", "reached", "task", "uses")
 
     def __init__(self, mode: Hashable = ()) -> None:
         # Backward refers to a use by the index in this list.
@@ -57,8 +57,8 @@ class StepOrder:
         # The last graph task that reached this forward, and the index of the earliest
         # use that it has reached, for prefetching.
         self.task = self.reached = -1
-        self.open_calls: dict[FlatParamHandle, int] = {}
-        """Per unit: number of forwards whose inputs have not got their gradient yet."""
+        self.graphs: dict[FlatParamHandle, int] = {}
+        """Per unit: number of its forwards that have a graph."""
 
     def add(self, unit: _FSDPState, begin: int = 0) -> int:
         """Append a use whose forward began after ``begin`` uses; return its index."""
@@ -124,10 +124,10 @@ class RuntimeContext:
         "is_checked",
         "marked",
         "observers",
-        "outermost",
+        "entered",
         "prefetched",
         "reducing",
-        "replicating",
+        "all_reducing",
         "retiring",
         "root",
         "streams",
@@ -157,9 +157,9 @@ class RuntimeContext:
         # graph still refer to the order of their own forward.
         self.order = StepOrder()
         """The order of the current or the latest forward."""
-        self.outermost: _FSDPState | None = None
+        self.entered: _FSDPState | None = None
         """The unit whose forward began the iteration, while that forward runs."""
-        # A KeyboardInterrupt runs no forward hook and leaves ``outermost`` set: then
+        # A KeyboardInterrupt runs no forward hook and leaves ``entered`` set: then
         # the frame is no longer on the stack (``recover.is_live``).
         self.frame: FrameType | None = None
         """Stack frame of the module call that began the iteration, while it runs."""
@@ -173,8 +173,8 @@ class RuntimeContext:
         """Forwards with ``common_order.CommonOrder`` whose backward is running."""
         self.retiring: deque[FlatParamHandle] = deque()
         """Resharded units whose ``full`` the GPU may still read, oldest first."""
-        self.replicating: Reduction | None = None
-        """CUDA only: the hybrid reduction before, whose all-reduce is in flight."""
+        self.all_reducing: Reduction | None = None
+        """CUDA only: the reduction before, whose all-reduce is in flight."""
         self.reducing: Reduction | None = None
         """The reduction that was issued last and is not finished."""
         self.summoned: Summon | None = None

@@ -173,7 +173,7 @@ def test_an_error_leaves_nothing_behind(world: World) -> None:
             model(x, world.rank == 0)
 
     assert [handle.logs for handle in handles] == logs
-    assert not any(handle.kept for handle in handles)
+    assert not any(handle.kept_for_backward for handle in handles)
     backward(model(x, world.rank == 0))
 
 

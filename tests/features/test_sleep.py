@@ -32,7 +32,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.access import set_reshard_after_backward
-from composable_fsdp.access.unsharded_unit import UNSHARDED
+from composable_fsdp.access.unsharded_unit import NO_STEPS
 from composable_fsdp.comm import agreement
 from composable_fsdp.errors import CompositionError, DesyncError, PhaseError
 from composable_fsdp.features import (
@@ -333,7 +333,7 @@ def test_a_model_that_is_dropped_asleep_is_freed(world: World) -> None:
     del model
     gc.collect()
     assert alive() is None
-    assert not UNSHARDED
+    assert not NO_STEPS
 
 
 @pytest.mark.req("M-10")

@@ -20,7 +20,7 @@ def watched() -> Iterator[list[Event]]:
 
     def spy(name: str) -> Callable[[FlatParamHandle], None]:
         def note(handle: FlatParamHandle) -> None:
-            if handle.form.needs_gather:
+            if handle.form.needs_fill:
                 seen.append((names[name], handle.full_fqn))
             real[name](handle)
 

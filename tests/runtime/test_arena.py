@@ -67,7 +67,7 @@ def addresses(model: nn.Module) -> list[int]:
         leaf.data_ptr()
         for handle in _get_fsdp_handles(model)
         for leaf in handle.form.placed
-        if handle.form.needs_gather
+        if handle.form.needs_fill
     ]
 
 

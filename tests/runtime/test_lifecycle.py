@@ -35,7 +35,7 @@ from tests.support.world import World, fake_world
 
 
 def full_bytes(handle: FlatParamHandle) -> int:
-    cut = [r.full.buffer for r in handle.layout.regions if r.full.is_cut]
+    cut = [r.full.buffer for r in handle.layout.regions if r.full.is_own]
     return sum(full.untyped_storage().nbytes() for full in cut)
 
 

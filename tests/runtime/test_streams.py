@@ -342,7 +342,7 @@ SCRIPTS = {
             unshard_unit 1 True; unshard_unit 2 False; forward 0; backward; step
     """,
     # From backward to forward.
-    "kept_full": """
+    "kept_for_forward": """
         linear + linear | forward 0; backward; forward 0; backward;
             setting after_backward 0 True; setting after_backward 1 True;
             setting after_backward 2 True; train 0 clip; train 1 clip | keep_full

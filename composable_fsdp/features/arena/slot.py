@@ -230,7 +230,7 @@ def _is_in_use(context: RuntimeContext, holder: FlatParamHandle) -> bool:
     if holder.residency is not UNSHARDED:
         # Nothing reads the parameters of a unit between its forward and its backward.
         # The program waits for an all-gather by hand that is in flight, and then reads.
-        is_awaited = holder.residency is GATHERING and holder.kept_full
+        is_awaited = holder.residency is GATHERING and holder.kept_for_forward
         return is_awaited and _is_between_steps(context)
     running, progress = holder.running, holder.backward
     if running.calls or running.foreign:
@@ -247,7 +247,7 @@ def _is_in_use(context: RuntimeContext, holder: FlatParamHandle) -> bool:
 
 def _is_between_steps(context: RuntimeContext) -> bool:
     """Return whether no forward and no backward is running."""
-    return context.outermost is None and not context.tasks
+    return context.entered is None and not context.tasks
 
 
 def _settle(handle: FlatParamHandle, slot: Tensor) -> None:
@@ -255,7 +255,7 @@ def _settle(handle: FlatParamHandle, slot: Tensor) -> None:
     buffers = []
     for region in handle.layout.regions:
         full = region.full
-        if full.is_cut and region.layout.padded_numel:
+        if full.is_own and region.layout.padded_numel:
             views = [] if full.own_slice is None else [full.own_slice, *full.own_parts]
             buffers.append((full.buffer, [*views, *map(local_of, full.leaves)]))
     _lay(buffers, slot)
@@ -314,7 +314,7 @@ def give_slots(context: RuntimeContext) -> None:
             handle, option = states[index].handle, states[index].options.arena
             assert option is not None
             key = option, handle.layout.device
-            if handle.form.needs_gather:
+            if handle.form.needs_fill:
                 if key not in made:
                     made[key] = arenas[key].add(slot.nbytes)
                 handle.form.slot = made[key]

@@ -117,7 +117,7 @@ def _adopt(state: _FSDPState) -> None:
 
 def _require_no_cast(context: RuntimeContext) -> None:
     """Refuse parameters that were cast while their gradients are being reduced."""
-    for each in filter(None, (context.reducing, context.replicating)):
+    for each in filter(None, (context.reducing, context.all_reducing)):
         regions = each.handle.layout.trainable
         if any(p.dtype != r.layout.dtype for r in regions for p in r.leaves):
             raise PlanError(

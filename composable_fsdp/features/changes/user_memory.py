@@ -99,7 +99,7 @@ def _move_shard(handle: FlatParamHandle, region: FlatParameter) -> None:
             fulls += form.regions[at : at + 1]
             views += [shard for _, shard in form.fills]
     for full in fulls:
-        if not full.is_cut:
+        if not full.is_own:
             views += map(local_of, full.leaves)
     found = {id(v): v for v in views if v.untyped_storage() is old}
     memory.move(found.values(), fresh, since=int(region.shard.storage_offset()))

@@ -30,7 +30,7 @@ from torch.utils import _pytree
 
 from composable_fsdp.access.block import block
 from composable_fsdp.access.settings import units_of
-from composable_fsdp.access.unsharded_unit import UNSHARDED
+from composable_fsdp.access.unsharded_unit import NO_STEPS
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import memory
@@ -45,7 +45,7 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase, Residency
-from composable_fsdp.runtime.recover import require_idle
+from composable_fsdp.runtime.recover import settle_tree
 from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.tools.storages import parts_of
 from composable_fsdp.tree.root import meet_over, outermost
@@ -110,7 +110,7 @@ def sleep(
         raise ValueError(f"sleep(keep=...) expects 'gradients' or 'none', got {keep!r}")
     handles = [state.handle for state in states]
     _meet_holders(states)
-    trees = {require_idle(top, "sleep"): top for top in map(outermost, states)}
+    trees = {settle_tree(top, "sleep"): top for top in map(outermost, states)}
     _settle(trees, handles)
     regions = [region for handle in handles for region in handle.layout.regions]
     if keep == "none":
@@ -131,7 +131,7 @@ def sleep(
     # From here on nothing allocates, and nothing fails.
     for handle in handles:
         _free_buffers(handle)
-        handle.phase, UNSHARDED[handle] = Phase.SUMMON, _WHY
+        handle.phase, NO_STEPS[handle] = Phase.SUMMON, _WHY
     for _, tensor, _, _ in shown:
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     for storage, _ in stored:
@@ -312,7 +312,7 @@ def _wake(found: _Asleep) -> list[str]:
         handle = state.handle
         handle.writes.memory = leaf_memory(handle.layout)
         handle.phase = Phase.IDLE
-        UNSHARDED.pop(handle, None)
+        NO_STEPS.pop(handle, None)
     for region in found.intact:
         region.gradient.places = places_of(region)
     # Before the host memory is used again.

@@ -195,7 +195,7 @@ def _look_for_writes(state: _FSDPState, module: nn.Module) -> None:
     # A write to tensors of ``functional_call``, which are in the places of weights,
     # says nothing of a forward with the weights.
     looks = handle.running.foreign or _count_down(searches.looks, module)
-    if looks and handle.form.needs_gather:
+    if looks and handle.form.needs_fill:
         searches.before = weight_writes.snapshot(handle)
 
 

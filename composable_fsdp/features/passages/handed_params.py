@@ -32,7 +32,7 @@ def hand_out(handle: FlatParamHandle) -> None:
     form = handle.form
     # In a slot of an arena other units write to the memory.
     if (
-        form.needs_gather
+        form.needs_fill
         and form.slot is None
         and handle.residency is not UNSHARDED
         and form.handed is None
@@ -101,7 +101,7 @@ def _is_viewed(handle: FlatParamHandle) -> bool:
     """Return whether others than the package view the memory of the full buffers."""
     for region in handle.layout.regions:
         full = region.full
-        if not full.is_cut or not memory.is_allocated(full.buffer):
+        if not full.is_own or not memory.is_allocated(full.buffer):
             continue
         storage = full.buffer.untyped_storage()
         # The buffer, and ``storage`` itself.

@@ -85,7 +85,7 @@ def _copy_write_to_shard(
             f"forward of unit {handle.name}, where it is a copy",
         )
     # A full leaf may view the shard itself, which already has the new values.
-    if region.full.is_cut:
+    if region.full.is_own:
         sharded.copy_(part_of(region, slot, local_of(full), like=sharded))
     # The full leaf's version must equal the sharded leaf's version plus the versions of
     # flat parameters (``residency.make_readable``).
@@ -152,7 +152,7 @@ def _copy_all_to_shards(handle: FlatParamHandle) -> None:
         if region.full.own_parts:
             for own_part, part in fills_of([region]):
                 part.copy_(own_part)
-        elif region.full.is_cut:
+        elif region.full.is_own:
             start = region.rank * region.layout.shard_numel
             region.shard.copy_(
                 region.full.buffer[start : start + region.layout.shard_numel]

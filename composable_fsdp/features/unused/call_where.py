@@ -79,7 +79,7 @@ def call_where(module: nn.Module, used: bool, *args: Any, **kwargs: Any) -> Any:
     """
     state = _unit_of(module)
     context, recomputing = state.context, current_task() != NO_TASK
-    if context is None or not (recomputing or context.outermost not in (None, state)):
+    if context is None or not (recomputing or context.entered not in (None, state)):
         raise PhaseError(
             f"call_where of {state.name} expects to be called in the forward of a unit "
             "above it. Apply fully_shard to the whole model, and call the model."
@@ -128,7 +128,7 @@ class _Call(GradientOrder):
             raise self.refused("is inside that of a module that it is not below.")
         if not below.issuperset(chain(*ahead)) or len(set(slots)) < len(slots):
             raise self.refused("would prefetch other units, or share Arena slots.")
-        if any(s.handle in self.outer.open_calls for s in self.states):
+        if any(s.handle in self.outer.graphs for s in self.states):
             raise self.refused(_PLAIN)
 
     def groups(self, *, taped: bool) -> dict[dist.ProcessGroup, None]:
@@ -167,7 +167,7 @@ class _Call(GradientOrder):
                 precision.select_form(state, self.forms[at])  # that of the forward
             if handle.residency in NOT_GATHERED:
                 unshard.unshard(self.context, handle)
-            handle.kept = True
+            handle.kept_for_backward = True
         self.forms, self.context.order = [s.handle.form for s in self.states], self
 
     def run(self, run: Callable[[], Any], *, taped: bool, recomputing: bool) -> Any:
@@ -184,7 +184,7 @@ class _Call(GradientOrder):
             for state, log in zip(self.states, logs, strict=True):
                 state.handle.logs = log
                 if not recomputing:
-                    state.handle.kept, state.remaining = False, frozenset()
+                    state.handle.kept_for_backward, state.remaining = False, frozenset()
             for state in self.states:
                 handle = state.handle
                 if handle.residency not in NOT_GATHERED:
@@ -211,7 +211,7 @@ class _Call(GradientOrder):
             raise self.refused("returned no tensor for a loss. Return one.")
         _, *after = _Node.apply(self.enter, token, *found)  # type: ignore[no-untyped-call]
         self.node = weakref.ref(after[0].grad_fn)
-        outer = (top := self.context.outermost) and top.handle.running.calls[-1]
+        outer = (top := self.context.entered) and top.handle.running.calls[-1]
         if isinstance(outer, UnitForward):
             outer.passage = SimpleNamespace(leave=partial(self.watch, outer.passage))
         marked = dict(zip(map(id, found), after, strict=True))

@@ -1,9 +1,9 @@
-"""Sums of gradients over the replicas of a sharded unit.
+"""Sums of gradients over the ranks that do not divide them: the sum group (``Groups``).
 
 ::
 
     reduce buffer (padded_numel,) -reduce-scatter-> target (shard_numel,)
-        + sums of earlier reductions -all-reduce over the replicate group-> target
+        + sums of earlier reductions -all-reduce over the sum group-> target
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def add_partial_sums(region: TrainableRegion) -> None:
 
 
 def all_reduce_sums(handle: FlatParamHandle) -> None:
-    """All-reduce the regions over the replicate group, after the reduce-scatters."""
+    """All-reduce the regions over the sum group, after the reduce-scatters."""
     for regions in handle.layout.reduce_groups:
-        all_reduce_over_replicas(handle, regions, async_op=False)
+        issue_all_reduce(handle, regions, async_op=False)
 
 
-def all_reduce_over_replicas(
+def issue_all_reduce(
     handle: FlatParamHandle, regions: Sequence[TrainableRegion], *, async_op: bool
 ) -> Operation | None:
-    """Issue the all-reduce of regions with the same reduce dtype over the replicas."""
+    """Issue the all-reduce of regions with the same reduce dtype over the sum group."""
     ref = handle.groups.sum_ref
     if ref is None:
         return None
@@ -53,7 +53,7 @@ def all_reduce_over_replicas(
 
 
 def hold_partial_sums(reduction: Reduction) -> None:
-    """Keep sums over the shard group until the all-reduce over the replicas is due."""
+    """Keep sums of reduce-scatters until their all-reduce is due."""
     handle = reduction.handle
     handle.reduction.held = reduction.arrived
     for region in handle.layout.trainable:
