@@ -154,7 +154,7 @@ class _Streams(_Nothing):
     stepped = None
     host_waits = False
 
-    def users(self, events: object) -> list[_Nothing]:
+    def gradient_streams(self, events: object) -> list[_Nothing]:
         return [_Nothing()]
 
     def current(self) -> _Nothing:
