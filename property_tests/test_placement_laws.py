@@ -38,8 +38,10 @@ from composable_fsdp import (
     optim_state_dict,
     optim_state_dict_to_load,
     plan,
+    reshard,
     save,
     state_dict_type,
+    unshard,
 )
 from composable_fsdp.comm import collectives
 from composable_fsdp.config import Arena
@@ -284,7 +286,10 @@ def test_every_placement_trains_as_the_plain_model(
 
 
 def check_by_hand(world: World, levels: Levels) -> None:
-    """A loop without an optimizer, which writes where a gradient is; and a load."""
+    """A loop without an optimizer, which writes where a gradient is; and a load.
+
+    Full parameters that are shown by hand are those of the last write.
+    """
     case = Case(levels)
     model, plain = shard(model_of(case), levels, case), model_of(case)
     start = {name: value.clone() for name, value in model.state_dict().items()}
@@ -305,6 +310,11 @@ def check_by_hand(world: World, levels: Levels) -> None:
             if each.grad is not None:
                 each.detach().sub_(each.grad, alpha=0.1)
                 each.grad = None
+        unshard(model[0])
+        close(
+            dict(model[0].named_parameters()), dict(plain[0].named_parameters()), case
+        )
+        reshard(model[0])
     close(model.state_dict(), plain.state_dict(), case)
 
 

@@ -15,7 +15,7 @@ from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.param_ref import find_param
-from composable_fsdp.flat.residency import NOT_GATHERED, shards_are_unchanged
+from composable_fsdp.flat.residency import HIDDEN, NOT_GATHERED, shards_are_unchanged
 from composable_fsdp.runtime import unshard as verbs
 from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.hooks import call_method
@@ -82,7 +82,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     the unit's forward, shows the parameters.
 
     Collective: the unit's all-gather over its shard group, if the unit is sharded or
-        keeps the full parameters of a forward for backward.
+        keeps the full parameters of a forward.
     Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError,
         inside ``unshard_params``; DesyncError, if another rank makes another call,
         before anything is sent.
@@ -94,8 +94,10 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     state = state_of_unit(module, "unshard")
     context = _context(state, "unshard")
     handle = state.handle
+    # A unit that is whole at rest (ZERO1) also keeps those of its last forward.
+    stays_full = handle.layout.plan.stays_full and handle.residency is HIDDEN
     if (
-        not handle.kept_for_forward
+        (stays_full or not handle.kept_for_forward)
         and handle.form.needs_fill
         and handle.residency not in NOT_GATHERED
         and context.entered is None

@@ -121,6 +121,26 @@ def test_a_parameter_that_one_rank_keeps_changes_no_group(world: World) -> None:
     del kept
 
 
+@on_ranks(2)
+def test_an_evaluation_before_backward_leaves_the_graph(world: World) -> None:
+    """Also of a unit that was unsharded by hand meanwhile, and whose weight is kept."""
+    for keeps in (False, True):
+        plain = tiny_mlp()
+        model = apply_units(copy.deepcopy(plain), ["0"])
+        x = torch.ones(2, next(plain.parameters()).shape[1])
+        loss = loss_of(model, x)
+        unshard(module_at(model, "0"))
+        kept = [module_at(model, "0").weight] * keeps
+        with torch.no_grad():
+            model(2 * x)
+        backward(loss)
+        backward(loss_of(plain, x))
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(get_full_grad(model, name), parameter.grad)
+        del kept
+
+
 # ---- beside FSDP2 -------------------------------------------------------------
 
 OPERATIONS = ("unshard", "async", "wait", "reshard", "evaluate", "forward", "backward")

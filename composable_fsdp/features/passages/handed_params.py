@@ -37,15 +37,17 @@ def hand_out(handle: FlatParamHandle) -> None:
         and handle.residency is not UNSHARDED
         and form.handed is None
     ):
-        form.handed = _Handed(_references(handle))
+        # An evaluation before backward ends the phase, but not the graph.
+        read_at = shard_versions(handle) if handle.phase is BACKWARD_PRE else ()
+        form.handed = _Handed(_references(handle), read_at)
 
 
 class _Handed:
     """Takes kept parameters of a unit back, at a reshard or after an optimizer step."""
 
-    def __init__(self, before: tuple[int, ...]) -> None:
+    def __init__(self, before: tuple[int, ...], read_at: tuple[int, ...]) -> None:
         self._before = before
-        self._read_at: tuple[int, ...] = ()
+        self._read_at = read_at
         """``shard_versions`` when a graph that reads the parameters was met last."""
 
     def __call__(self, handle: FlatParamHandle) -> bool:
