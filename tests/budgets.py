@@ -16,14 +16,14 @@ import composable_fsdp
 from tests.import_graph import PACKAGE, Module, inner_edges, reached_from, targets
 
 BUDGETS: dict[str, int] = {
-    "lines": 56630,
+    "lines": 56634,
     "lines of files": 1305,
-    "lines of access": 3208,
+    "lines of access": 3210,
     "lines of comm": 3048,
     "lines of compose": 533,
     "lines of doors": 1803,
     "lines of entries": 1018,
-    "lines of features": 10601,
+    "lines of features": 10603,
     "lines of flat": 3846,
     "lines of hugging_face": 21,
     "lines of integrations": 2694,
