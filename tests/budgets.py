@@ -16,10 +16,10 @@ import composable_fsdp
 from tests.import_graph import PACKAGE, Module, inner_edges, reached_from, targets
 
 BUDGETS: dict[str, int] = {
-    "lines": 56634,
+    "lines": 56641,
     "lines of files": 1305,
     "lines of access": 3210,
-    "lines of comm": 3048,
+    "lines of comm": 3055,
     "lines of compose": 533,
     "lines of doors": 1803,
     "lines of entries": 1018,
@@ -35,9 +35,9 @@ BUDGETS: dict[str, int] = {
     "lines of tools": 6625,
     "lines of tree": 1258,
     "files reached from entries.fully_shard": 70,
-    "lines reached from entries.fully_shard": 16266,
+    "lines reached from entries.fully_shard": 16273,
     "files reached from runtime.forward": 58,
-    "lines reached from runtime.forward": 13564,
+    "lines reached from runtime.forward": 13571,
     "files reached from tree.traversal": 26,
     "lines reached from tree.traversal": 5673,
     "longest chain of imports": 31,

@@ -139,7 +139,14 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
     """
     made = ranks.groups.get(chosen)
     if made is not None:
-        return made
+        for ref in (made.scatter_ref, made.sum_ref, made.kept_ref, made.spread_ref):
+            # The program may have destroyed groups that were made here.
+            if ref not in (None, made.shard_ref, made.replicate_ref) and (
+                ref.ref() not in distributed_c10d._world.pg_group_ranks
+            ):
+                break
+        else:
+            return made
     grid, members = _grid(ranks, chosen)
     dims, sizes = grid.place(chosen)
     by_node = ranks.by_node and chosen in HYBRID

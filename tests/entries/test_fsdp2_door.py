@@ -22,6 +22,7 @@ from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward, gpt_input, loss_of, wide_input
+from tests.support.seam import destroy_subgroups
 from tests.support.sharded import message_of
 from tests.support.world import World, fake_world
 
@@ -309,3 +310,11 @@ def test_options_of_memory_alone_are_taken_with_a_warning(world: World) -> None:
         "set_unshard_in_backward(False) is ignored",
     ):
         assert any(words in text for text in texts)
+
+
+@on_ranks(4)
+def test_groups_that_a_program_has_destroyed_are_made_anew(world: World) -> None:
+    """Those that the package made for a placement; the ranks of the model stay."""
+    for _ in range(2):
+        trained(fsdp2, world, reshard_after_forward=2)
+        destroy_subgroups()
