@@ -174,9 +174,9 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
     for stream in users:
         streams.reduce.wait_stream(stream)
     groups, by_hook = handle.groups, handle.rule.hook is not None
-    shard, replicas = handle.rule.group or groups.scatter_ref, groups.sum_ref
+    shard, sums = handle.rule.group or groups.scatter_ref, groups.sum_ref
     handle.reduction.all_reduces = bool(
-        reduction.final and shard and replicas and not by_hook
+        reduction.final and shard and sums and not by_hook
     )
     with streams.on(streams.reduce):
         # Targets that are allocated here belong to the reduce stream, which waits for
@@ -196,16 +196,16 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
     # event is later than the last operation: known to have ended too late.
     if shard is not None:
         shard.operations.marks[handle.events.reduce.event] = shard.operations.number
-    if replicas is not None:
+    if sums is not None:
         event = handle.events.reduce
         if handle.reduction.all_reduces:
-            _replicate_on_stream(streams, reduction)
+            _all_reduce_on_stream(streams, reduction)
             event = handle.events.all_reduce
-        replicas.operations.marks[event.event] = replicas.operations.number
+        sums.operations.marks[event.event] = sums.operations.number
 
 
-def _replicate_on_stream(streams: Streams, reduction: Reduction) -> None:
-    """Issue the all-reduces of a hybrid unit, behind its reduce-scatters alone."""
+def _all_reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
+    """Issue the all-reduces over the sum group, behind the reduce-scatters alone."""
     handle = reduction.handle
     with streams.on(streams.all_reduce):
         # Not ``wait_stream``: the reduce stream may have been given more by then.
