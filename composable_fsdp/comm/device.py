@@ -350,6 +350,17 @@ def is_capturing() -> bool:
     return used and torch.cuda.is_current_stream_capturing()
 
 
+def wait_unless_captured(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+    """Make ``stream`` wait for ``other``, unless only ``stream`` is in a capture."""
+    # A stream that captures a CUDA graph cannot wait for a stream outside the capture,
+    # such as that of the warm-up, and need not: it joined the capture behind that one.
+    if torch.cuda.is_current_stream_capturing():
+        with use_stream(other):
+            if not torch.cuda.is_current_stream_capturing():
+                return
+    stream.wait_stream(other)
+
+
 def copy_async(target: Tensor, source: Tensor) -> None:
     """Issue a copy on the current stream; the CPU does not wait.
 

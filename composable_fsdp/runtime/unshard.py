@@ -29,7 +29,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.device import Streams, Waitable, copy_async
+from composable_fsdp.comm.device import (
+    Streams,
+    Waitable,
+    copy_async,
+    wait_unless_captured,
+)
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.operations import Operation
 from composable_fsdp.errors import CompositionError, PhaseError
@@ -236,7 +241,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         # (``grad_hooks``), and the last reader may be on the compute stream.
         # ``wait_stream`` records an event, so skip it if both streams are the same.
         if current != context.streams.compute:
-            current.wait_stream(context.streams.compute)
+            wait_unless_captured(current, context.streams.compute)
         handle.events.free.record(current)
         # The memory of the unit is not freed here. The gather stream waits for the free
         # event of an older unit and frees that unit, so memory is reused only behind

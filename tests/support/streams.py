@@ -193,6 +193,10 @@ class StreamOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         """Whether a CUDA graph is being captured."""
         return bool(self.captured)
 
+    def current_captures(self) -> bool:
+        """Whether the work of the current stream goes into a CUDA graph."""
+        return self.current in self.captured
+
     def report(self, text: str) -> None:
         """Note a problem, once."""
         if text not in self.problems:
@@ -375,7 +379,7 @@ def _of_streams(order: StreamOrder) -> Patches:
         (device_layer, "current_stream", current_stream),
         (torch.cuda, "stream", order.on),
         (torch.cuda, "current_stream", current_stream),
-        (torch.cuda, "is_current_stream_capturing", lambda: order.capturing),
+        (torch.cuda, "is_current_stream_capturing", order.current_captures),
         (device_layer, "_live", weakref.WeakSet()),
         (device_layer, "_Event", FakeEvent),
         (device_layer, "_Stream", make_stream),
