@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -123,12 +124,16 @@ def test_a_parameter_that_one_rank_keeps_changes_no_group(world: World) -> None:
 
 @on_ranks(2)
 def test_an_evaluation_before_backward_leaves_the_graph(world: World) -> None:
-    """Also of a unit that was unsharded by hand meanwhile, and whose weight is kept."""
-    for keeps in (False, True):
+    """Also of a unit that was unsharded by hand meanwhile, before or behind another
+    evaluation, and whose weight is kept."""
+    for keeps, first in product((False, True), (False, True)):
         plain = tiny_mlp()
         model = apply_units(copy.deepcopy(plain), ["0"])
         x = torch.ones(2, next(plain.parameters()).shape[1])
         loss = loss_of(model, x)
+        if first:
+            with torch.no_grad():
+                model(x)
         unshard(module_at(model, "0"))
         kept = [module_at(model, "0").weight] * keeps
         with torch.no_grad():

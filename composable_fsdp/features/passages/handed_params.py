@@ -37,8 +37,10 @@ def hand_out(handle: FlatParamHandle) -> None:
         and handle.residency is not UNSHARDED
         and form.handed is None
     ):
-        # An evaluation before backward ends the phase, but not the graph.
-        read_at = shard_versions(handle) if handle.phase is BACKWARD_PRE else ()
+        # An evaluation before backward ends the phase, but not the graph, whose saved
+        # tensors view the memory.
+        waits = handle.phase is BACKWARD_PRE or _is_viewed(handle)
+        read_at = shard_versions(handle) if waits else ()
         form.handed = _Handed(_references(handle), read_at)
 
 
@@ -57,7 +59,11 @@ class _Handed:
             self._read_at = shard_versions(handle)
         kept = _references(handle) != self._before
         # A graph that waits for its first backward views the memory, too.
-        viewed = not waits and _is_viewed(handle)
+        viewed = (
+            not waits
+            and any(map(memory.is_allocated, handle.form.fulls))
+            and _is_viewed(handle)
+        )
         # The graph may be retained for a further backward, also by a rank that has kept
         # nothing. A step or a write, which makes all values old, ends that.
         if self._read_at == shard_versions(handle):
@@ -103,7 +109,7 @@ def _is_viewed(handle: FlatParamHandle) -> bool:
     """Return whether others than the package view the memory of the full buffers."""
     for region in handle.layout.regions:
         full = region.full
-        if not full.is_own or not memory.is_allocated(full.buffer):
+        if not full.is_own:
             continue
         storage = full.buffer.untyped_storage()
         # The buffer, and ``storage`` itself.
