@@ -61,16 +61,20 @@ STEPS = 3
 Levels = tuple[int, int]
 
 
-def placed(levels: Levels) -> Placement:
-    """The placement in which each dim divides up to its level."""
-    return Placement(
-        **{
-            kind: tuple(
-                d for d, at in zip(DIMS, levels, strict=True) if at >= HIGHEST[kind]
-            )
-            for kind in KINDS
-        }
-    )
+def placed(levels: Levels, *, pairs: bool = False) -> Placement:
+    """The placement in which each dim divides up to its level.
+
+    With ``pairs``, pairs of ranks of the inner dim divide what it divides in between.
+    """
+    rows = {
+        kind: tuple(
+            d for d, at in zip(DIMS, levels, strict=True) if at >= HIGHEST[kind]
+        )
+        for kind in KINDS
+    }
+    if pairs:
+        rows["between"] = tuple(d.replace("inner", "inner:2") for d in rows["between"])
+    return Placement(**rows)
 
 
 def is_legal(levels: Levels) -> bool:
@@ -98,6 +102,14 @@ class Case:
     arena: bool = False
     strided: bool = False
     """A weight is in channels_last, and the second step finds all in other memory."""
+    pairs: bool = False
+    """What lies in between is over pairs of the four ranks of the inner dim."""
+
+    def placement(self) -> Placement:
+        """The placement that trains."""
+        at = placed(self.levels)
+        legal = at.parameters == at.states and self.shape[1] == 4
+        return placed(self.levels, pairs=self.pairs and legal)
 
 
 def model_of(case: Case) -> nn.Sequential:
@@ -116,11 +128,11 @@ def model_of(case: Case) -> nn.Sequential:
     return model if case.mixed else model.double()
 
 
-def shard(model: nn.Sequential, levels: Levels, case: Case) -> nn.Sequential:
+def shard(model: nn.Sequential, placement: Placement, case: Case) -> nn.Sequential:
     mesh: DeviceMesh = init_device_mesh("cpu", case.shape, mesh_dim_names=DIMS)
     options: dict[str, Any] = {
         "device_mesh": mesh,
-        "placement": placed(levels),
+        "placement": placement,
         "mixed_precision": BF16 if case.mixed else None,
         "cpu_offload": CPUOffload(offload_params=case.offloads),
         "arena": Arena(poison=True) if case.arena else None,
@@ -158,13 +170,30 @@ def step_of(
     return losses
 
 
+def add_gradients(
+    model: nn.Module, rows: Tensor, share: float, case: Case, size: int
+) -> None:
+    """Add the gradients of a rank's microbatch, averaged over ranks in float32."""
+    runs = copy.deepcopy(model).bfloat16() if case.mixed else copy.deepcopy(model)
+    runs.zero_grad()
+    out = runs(rows.bfloat16() if case.mixed else rows)
+    (out.square().mean() * share).backward()
+    for own, low in zip(model.parameters(), runs.parameters(), strict=True):
+        if low.grad is not None:
+            part = low.grad.to(own.dtype) / size
+            own.grad = part if own.grad is None else own.grad + part
+
+
 def trained_plain(case: Case, size: int, steps: int) -> nn.Module:
-    """The plain model after steps on the batches of all ranks."""
+    """The plain model after steps on the batches of all ranks; its gradients, if the
+    case is mixed, those of a copy in bfloat16."""
     model = model_of(case)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     for step in range(steps):
         for rank in range(size):
-            (model(batch(case, step, rank)).square().mean() / size).backward()
+            rows = batch(case, step, rank)
+            for part in rows.chunk(2) if case.accumulates else (rows,):
+                add_gradients(model, part, len(part) / len(rows), case, size)
         if case.clips:
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
@@ -181,7 +210,7 @@ def sent(calls: list[collectives.CallRecord]) -> dict[str, tuple[int, int]]:
 
 
 def check_case(world: World, case: Case, folder: str) -> None:
-    model = shard(model_of(case), case.levels, case)
+    model = shard(model_of(case), case.placement(), case)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     for step in range(STEPS):
         for parameter in model.parameters() if case.strided and step == 1 else ():
@@ -191,13 +220,6 @@ def check_case(world: World, case: Case, folder: str) -> None:
         evaluate_swapped(model, case)
 
     expected = trained_plain(case, world.world_size, STEPS)
-    if case.mixed:
-        # In bfloat16, the same numbers as with everything divided over all ranks.
-        expected = model_of(case)
-        peer = shard(expected, (4, 4), case)
-        along = torch.optim.AdamW(peer.parameters(), 1e-2)
-        for step in range(STEPS):
-            step_of(peer, along, case, step, world.rank)
     close(model.state_dict(), dict(expected.state_dict()), case)
     gathers = {call.world_size for call in calls if call.op == "all_gather"}
     for unit in plan(model).units:
@@ -213,7 +235,7 @@ def check_case(world: World, case: Case, folder: str) -> None:
     written = model.state_dict(), optim_state_dict(model, optimizer)
     save(folder, model, optimizer)
     for reads in (lambda m, o: put(m, o, written), lambda m, o: load(folder, m, o)):
-        other = shard(model_of(case), case.then, case)
+        other = shard(model_of(case), placed(case.then), case)
         second = torch.optim.AdamW(other.parameters(), 1e-2)
         reads(other, second)
         step_of(other, second, case, STEPS, world.rank)
@@ -252,13 +274,13 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor], case: Case) -> 
 LEVELS = st.sampled_from(LEGAL)
 FLAGS = (
     *("mixed", "accumulates", "clips", "recomputes", "freezes", "offloads"),
-    *("arena", "strided"),
+    *("arena", "strided", "pairs"),
 )
 CASES = st.builds(
     Case,
     levels=LEVELS,
     then=LEVELS,
-    shape=st.sampled_from([(2, 2), (1, 2), (2, 1), (1, 1)]),
+    shape=st.sampled_from([(2, 2), (1, 4), (1, 2), (2, 1), (1, 1)]),
     **{flag: st.booleans() for flag in FLAGS},
 )
 
@@ -275,6 +297,9 @@ CASES = st.builds(
 @example(case=Case((3, 4), then=(2, 4), recomputes=True))  # a partial reshard
 @example(case=Case((3, 4), strided=True))
 @example(case=Case((2, 4), mixed=True, strided=True))
+@example(case=Case((4, 4), shape=(1, 4), pairs=True))
+@example(case=Case((3, 4), then=(1, 1), shape=(1, 4), pairs=True, accumulates=True))
+@example(case=Case((1, 1), mixed=True, accumulates=True))
 @example(case=Case((4, 3), then=(2, 3), accumulates=True, freezes=True))
 def test_every_placement_trains_as_the_plain_model(
     case: Case, ranks: RankCount, tmp_path_factory: pytest.TempPathFactory
@@ -291,7 +316,7 @@ def check_by_hand(world: World, levels: Levels) -> None:
     Full parameters that are shown by hand are those of the last write.
     """
     case = Case(levels)
-    model, plain = shard(model_of(case), levels, case), model_of(case)
+    model, plain = shard(model_of(case), placed(levels), case), model_of(case)
     start = {name: value.clone() for name, value in model.state_dict().items()}
     for step in range(5):
         if step == 3:
