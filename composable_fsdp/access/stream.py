@@ -51,11 +51,6 @@ class _Piece(NamedTuple):
     ranks: Sequence[int] | None
     """The global ranks for which it is gathered; None for all."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of its tensors."""
-        return self.entries[0].dtype
-
     def receives(self, rank: int) -> bool:
         """Return whether the global ``rank`` gets what its shard group holds."""
         near = {rank}
@@ -63,6 +58,11 @@ class _Piece(NamedTuple):
         for group in dict.fromkeys(group for e in self.entries for group in e.over):
             near = beside(near, group)
         return self.ranks is None or not near.isdisjoint(self.ranks)
+
+    def buffer(self, device: torch.device) -> Tensor:
+        """Return memory for what arrives here, one dimension."""
+        numel = (self.stop - self.start) * self.receives(dist.get_rank())
+        return memory.new_buffer(numel, self.entries[0].dtype, device)
 
     def own(self, ref: ParamRef) -> tuple[Tensor, list[int]]:
         """Return what this rank holds, and the elements on each rank that shards."""
@@ -77,18 +77,18 @@ class _Piece(NamedTuple):
     def nbytes(self) -> int:
         """Return the bytes here of its buffer and of joined parts."""
         joined = sum(entry.nbytes - entry.part_nbytes for entry in self.entries)
-        buffer = (self.stop - self.start) * self.dtype.itemsize
+        buffer = (self.stop - self.start) * self.entries[0].dtype.itemsize
         return (buffer + joined) * self.receives(dist.get_rank())
 
     @property
     def sent_nbytes(self) -> int:
         """Return the bytes here of a copy of the shard to send, if it takes one."""
-        ref = self.entries[0].ref
+        ref, dtype = self.entries[0].ref, self.entries[0].dtype
         if self.ranks is None or ref is None or ref.handle.groups.shard is None:
             return 0
         own, device = self.own(ref)[0], ref.handle.layout.device
-        is_sent_itself = (own.dtype, own.device) == (self.dtype, device)
-        return 0 if is_sent_itself else own.numel() * self.dtype.itemsize
+        is_sent_itself = (own.dtype, own.device) == (dtype, device)
+        return 0 if is_sent_itself else own.numel() * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +135,17 @@ def stream_full(
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the whole tensors of ``model``, under the names of the plain model.
 
-    They have the values after the last optimizer step, and are what ``state_dict()``
-    holds: parameters unit by unit, then persistent buffers. A tied parameter comes as
-    one tensor under each name. A tensor is a view of its bucket, which lives as long as
-    one of its tensors. Read it on the stream on which you iterate; another one waits
-    for that stream first, and takes ``tensor.record_stream``. Every rank has to iterate
-    to the end.
+    They are what ``state_dict()`` holds after the last optimizer step: parameters unit
+    by unit, then persistent buffers; a tied one under each name. A tensor is a view of
+    its bucket, which lives as long as one of its tensors. Read it on the stream on
+    which you iterate; another one waits for that stream first, and takes
+    ``tensor.record_stream``. Every rank has to iterate to the end.
 
     Args:
         model: A module that is or holds fully sharded modules, or a part of a unit.
-        max_bytes: Bytes of a bucket; a larger tensor is a bucket of its own. Device
-            memory holds the shards and two buckets (``stream_plan``), if the caller
-            keeps no tensor.
+        max_bytes: Bytes of a bucket's tensors; a larger one is a bucket of its own.
+            Device memory holds the shards and two buckets (``stream_plan``), if the
+            caller keeps no tensor.
         names: Only these tensors, in the order of the model. Default: all.
         dtype: Cast tensors of floating point to it, before they are sent.
         ranks: Only these global ranks receive, and for them the ranks whose parts
@@ -155,13 +154,12 @@ def stream_full(
             this rank computes with.
 
     Collective: per bucket an all-reduce of an integer over each group of the units, and
-        an all-gather over each shard group; of a unit above ``max_bytes`` a broadcast
-        per tensor and rank with elements; with ``ranks`` an exchange; per joined tensor
-        an all-gather.
+        an all-gather over each shard group; of a part of a region a broadcast per rank
+        with elements; with ``ranks`` exchanges; per joined tensor an all-gather.
     Raises: PhaseError, inside forward, backward or ``unshard_params``, from these in
         the loop, and after an optimizer step there; DesyncError, if another rank leaves
         before the end; CompositionError, for ``names`` that do not exist, and for
-        experts that are no DTensors (``expert_mesh``).
+        experts that are no DTensors (``expert_mesh``); ValueError.
 
     >>> for name, tensor in stream_full(model, dtype=torch.bfloat16):
     ...     print(name, tuple(tensor.shape))
@@ -219,7 +217,7 @@ def stream_plan(
         sizes = [(e.part_nbytes, [g.size() for g in e.over]) for e in unit if e.over]
         extra = max([extra, *((prod(over) + 1) * part for part, over in sizes)])
     flag = torch.int32.itemsize if _groups(states) else 0
-    made = tuple(_bucket(each, max_bytes, decide["ranks"]) for each in buckets)
+    made = tuple(_bucket(each, decide["ranks"]) for each in buckets)
     return StreamPlan(made, max(flag, extra))
 
 
@@ -227,47 +225,38 @@ def _usable(
     max_bytes: float, names: Any, dtype: object, ranks: Any, tensor_parallel: str
 ) -> dict[str, Any]:
     """Return the arguments that ranks compare. Raises: ValueError, naming a bad one."""
-    every = set(range(dist.get_world_size()))
-    ranks = tuple(ranks) if isinstance(ranks, Iterable) else ranks
-    are_ranks = ranks is None or (isinstance(ranks, tuple) and every.issuperset(ranks))
+    ranks = None if ranks is None else tuple(ranks)
+    every = range(dist.get_world_size())
+    are_ranks = ranks is None or set(every).issuperset(ranks)
     modes = ("whole", "local")
     for name, given, wanted, is_right in (
-        ("max_bytes", max_bytes, "a positive number", max_bytes > 0),
         ("names", names, "a list of names", not isinstance(names, str)),
         ("dtype", dtype, "a torch.dtype", isinstance(dtype, torch.dtype | None)),
-        ("ranks", ranks, f"global ranks below {len(every)}", are_ranks),
+        ("ranks", ranks, f"global ranks in {every}", are_ranks),
         ("tensor_parallel", tensor_parallel, modes, tensor_parallel in modes),
     ):
         if not is_right:
             raise ValueError(f"{name} is {given!r}; expected {wanted}.")
-    return {
-        "max_bytes": max_bytes,
-        "names": None if names is None else tuple(names),
-        "dtype": dtype,
-        "ranks": ranks,
-        "tensor_parallel": tensor_parallel,
-    }
+    names = None if names is None else tuple(names)
+    decide = ("max_bytes", "names", "dtype", "ranks", "tensor_parallel")
+    given = (max_bytes, names, dtype, ranks, tensor_parallel)
+    return dict(zip(decide, given, strict=True))
 
 
-def _bucket(
-    entries: list[Entry], max_bytes: int, ranks: Sequence[int] | None
-) -> Bucket:
-    """Cut ``entries`` into pieces: whole regions, if there is room for padding."""
+def _bucket(entries: list[Entry], ranks: Sequence[int] | None) -> Bucket:
+    """Cut ``entries`` into whole regions, and what they hold of others."""
     regions: dict[int, list[Entry]] = {}
     for entry in entries:
         key = id(entry if entry.ref is None else entry.ref.region)
         regions.setdefault(key, []).append(entry)
     pieces: list[_Piece] = []
-    room = max_bytes - sum(entry.nbytes for entry in entries)
     for each in regions.values():
-        if (ref := each[0].ref) is not None:
-            layout, item = ref.region.layout, each[0].dtype.itemsize
-            more = layout.padded_numel * item - sum(e.part_nbytes for e in each)
-            if len(each) == len(layout.parameters) and more <= room:
-                pieces.append(_Piece(each, 0, layout.padded_numel, ranks))
-                room -= more
-                continue
-        pieces += [_Piece([e], e.offset, e.offset + prod(e.part), ranks) for e in each]
+        layout = None if each[0].ref is None else each[0].ref.region.layout
+        if layout is not None and len(each) == len(layout.parameters):
+            pieces.append(_Piece(each, 0, layout.padded_numel, ranks))
+        else:
+            ends = [(e, e.offset, e.offset + prod(e.part)) for e in each]
+            pieces += [_Piece([e], start, stop, ranks) for e, start, stop in ends]
     names = tuple(name for entry in entries for name in entry.names)
     nbytes = sum(piece.nbytes for piece in pieces)
     return Bucket(names, nbytes, sum(piece.sent_nbytes for piece in pieces), pieces)
@@ -372,14 +361,9 @@ def _stream(
                     "loop over stream_full, so what follows would be newer than what "
                     "came. Step the optimizer behind the loop."
                 )
-            bucket, here = left.popleft(), dist.get_rank()
+            bucket = left.popleft()
             # Memory before the ranks agree: who raises here is not waited for.
-            buffers = [
-                memory.new_buffer(
-                    (p.stop - p.start) * p.receives(here), p.dtype, device
-                )
-                for p in bucket._pieces
-            ]
+            buffers = [piece.buffer(device) for piece in bucket._pieces]
             _agree(states)
             waiting.append((bucket.names, _gather(bucket._pieces, buffers)))
 

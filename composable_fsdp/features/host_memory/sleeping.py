@@ -15,13 +15,11 @@ the way back takes new ones, before a graph is captured.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -44,15 +42,16 @@ from composable_fsdp.flat.gradients import (
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.phases import Phase, Residency
+from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.recover import settle_tree
 from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.tools.storages import parts_of
 from composable_fsdp.tree.root import meet_over, outermost
-from composable_fsdp.tree.state import RuntimeContext, Summon, _FSDPState
+from composable_fsdp.tree.state import RuntimeContext, Summon
 from composable_fsdp.tree.traversal import require_module
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
+_CPU = torch.device("cpu")
 _WHY = (
     "while {} sleeps in host memory. Call composable_fsdp.features.wake(model) before."
 )
@@ -63,7 +62,7 @@ class _Asleep:
     """What a call of ``sleep`` took away."""
 
     contexts: list[RuntimeContext]
-    states: list[_FSDPState]
+    handles: list[FlatParamHandle]
     intact: list[FlatParameter]
     """Regions whose gradients are views of the flat gradient."""
     shown: list[tuple[str, Tensor, int, Tensor]]
@@ -71,12 +70,7 @@ class _Asleep:
     stored: list[tuple[torch.UntypedStorage, Tensor]]
     """Storage, and its bytes on the host ``(nbytes,)``."""
     allow: list[Callable[[], object]]
-    """Let the optimizers step, and give state dicts and copies, again."""
-
-
-# The record itself is with the tree, and goes with a model that is dropped asleep.
-_kept: WeakKeyDictionary[RuntimeContext, dict[int, list[Tensor]]] = WeakKeyDictionary()
-"""Host memory of earlier sleeps, by size: pinning takes longer than the copy."""
+    """Let the optimizers give state dicts and copies again."""
 
 
 @torch.inference_mode(False)
@@ -87,20 +81,19 @@ def sleep(
     """Move parameters, gradients, buffers and states to the host, until ``wake``.
 
     Afterwards the model holds no device memory, for an inference engine to use. Each
-    storage has a pinned host buffer, kept for the next sleep. A forward, a step, a
-    save or a state dict is an error meanwhile, and parameters show no elements. On the
-    CPU the same happens in ordinary memory. With ``CPUOffload`` the shards stay.
+    storage has a pinned host buffer, which torch keeps for the next sleep. A forward, a
+    step, a save or a state dict is an error meanwhile, and parameters show no elements.
+    On the CPU the same happens in ordinary memory. With ``CPUOffload`` the shards stay.
 
     Args:
         model: holds fully sharded modules, on either path, with all its units.
         optimizer: one or several, whose states go along. Default None.
         keep: "none" drops the gradients. Default "gradients": they come back.
 
-    Collective: none; ranks sleep each by itself, but for units that are full or keep
-        values beside their shards (ZERO1, ZERO2, HFSDP): all ranks meet in the store.
+    Collective: none; all ranks meet in the store.
     Raises: CompositionError, without a unit; PhaseError, inside a step or block, while
         gradients wait for a reduction, or if the model sleeps; ValueError; DesyncError,
-        if a rank does not come to such a meeting.
+        if a rank does not come.
 
     >>> sleep(model, optimizer)
     >>> wake(model)
@@ -109,12 +102,16 @@ def sleep(
     if keep not in ("gradients", "none"):
         raise ValueError(f"sleep(keep=...) expects 'gradients' or 'none', got {keep!r}")
     handles = [state.handle for state in states]
-    _meet_holders(states)
+    # A rank that sleeps alone would alone gather again what all ranks hold now.
+    meet_over(states, Call("sleep", states[0].title))
     trees = {settle_tree(top, "sleep"): top for top in map(outermost, states)}
     _settle(trees, handles)
     regions = [region for handle in handles for region in handle.layout.regions]
     if keep == "none":
-        _drop_gradients(model, handles)
+        for leaf in chain(model.parameters(), *(region.graded for region in regions)):
+            leaf.grad = None
+        for handle in handles:
+            free_cleared(handle)
     several = optimizer if isinstance(optimizer, Iterable) else [optimizer]
     # Of a wrapper the one inside.
     optims = [getattr(each, "optimizer", each) for each in several if each is not None]
@@ -122,13 +119,15 @@ def sleep(
     shown = _shown(_tensors(model, regions, optims), devices)
     # Side streams may still write what the current stream copies.
     _synchronize(devices)
-    kept = _kept.setdefault(next(iter(trees)), defaultdict(list))
-    stored = _copied(dict.fromkeys(data.untyped_storage() for *_, data in shown), kept)
+    stored = []
+    for storage in dict.fromkeys(data.untyped_storage() for *_, data in shown):
+        nbytes, pinned = storage.nbytes(), storage.device.type == "cuda"
+        host = memory.new_buffer(nbytes, torch.uint8, _CPU, pinned=pinned)
+        stored.append((storage, host.copy_(_bytes_of(storage), non_blocking=True)))
     _synchronize(devices)
-    found = _Asleep(
-        list(trees), states, list(filter(views_are_intact, regions)), shown, stored, []
-    )
+    intact = [*filter(views_are_intact, regions)]
     # From here on nothing allocates, and nothing fails.
+    found = _Asleep([*trees], handles, intact, shown, stored, [])
     for handle in handles:
         _free_buffers(handle)
         handle.phase, NO_STEPS[handle] = Phase.SUMMON, _WHY
@@ -143,21 +142,11 @@ def sleep(
         vars(optim)["__reduce_ex__"] = partial(_refuse, optim)
         found.allow += [
             partial(vars(optim).pop, "__reduce_ex__", None),
-            optim.register_step_pre_hook(_refuse).remove,
             optim.register_state_dict_pre_hook(_refuse).remove,
             optim.register_load_state_dict_pre_hook(_refuse).remove,
         ]
     # The allocator of torch would keep the memory from other libraries and processes.
     _synchronize(devices, empty=True)
-
-
-def _drop_gradients(model: nn.Module, handles: list[FlatParamHandle]) -> None:
-    """Clear all gradients, and free those of units."""
-    regions = chain.from_iterable(handle.layout.regions for handle in handles)
-    for leaf in chain(model.parameters(), *(region.graded for region in regions)):
-        leaf.grad = None
-    for handle in handles:
-        free_cleared(handle)
 
 
 @torch.inference_mode(False)
@@ -206,19 +195,6 @@ def released(
         yield
     finally:
         wake(model)
-
-
-def _meet_holders(states: list[_FSDPState]) -> None:
-    """Wait for the ranks that share units with full parameters or values at rest."""
-    # A rank that sleeps alone would alone gather again what all ranks hold now.
-    holding = [
-        state
-        for state in states
-        if state.handle.layout.plan.keeps_values
-        or state.handle.residency is not Residency.SHARDED
-    ]
-    if holding:
-        meet_over(holding, Call("sleep", holding[0].title))
 
 
 def _settle(trees: Iterable[RuntimeContext], handles: list[FlatParamHandle]) -> None:
@@ -276,31 +252,12 @@ def _shown(
     return list(found.values())
 
 
-def _copied(
-    storages: Iterable[torch.UntypedStorage], kept: dict[int, list[Tensor]]
-) -> list[tuple[torch.UntypedStorage, Tensor]]:
-    """Copy to the host, into memory of an earlier sleep if there is."""
-    stored, cpu = [], torch.device("cpu")
-    for storage in storages:
-        nbytes, pinned = storage.nbytes(), storage.device.type == "cuda"
-        host = kept[nbytes].pop() if kept[nbytes] else None
-        if host is None:
-            host = memory.new_buffer(nbytes, torch.uint8, cpu, pinned=pinned)
-        stored.append((storage, host.copy_(_bytes_of(storage), non_blocking=True)))
-    return stored
-
-
 def _wake(found: _Asleep) -> list[str]:
     """Bring back a record; return the names of what has changed meanwhile."""
-    stored, devices = found.stored, {storage.device for storage, _ in found.stored}
-    try:
-        for storage, host in stored:
-            storage.resize_(host.nbytes)
-    except RuntimeError:
-        for storage, _ in stored:
-            storage.resize_(0)
-        raise
-    for storage, host in stored:
+    # All memory first: without enough torch raises, and the model sleeps on.
+    for storage, host in found.stored:
+        storage.resize_(host.nbytes)
+    for storage, host in found.stored:
         _bytes_of(storage).copy_(host, non_blocking=True)
     memory.note_move()
     lost = []
@@ -308,19 +265,14 @@ def _wake(found: _Asleep) -> list[str]:
         if tensor.numel() or (version >= 0 and tensor._version != version):
             lost.append(name)
         tensor.data = data
-    for state in found.states:
-        handle = state.handle
+    for handle in found.handles:
         handle.writes.memory = leaf_memory(handle.layout)
         handle.phase = Phase.IDLE
         NO_STEPS.pop(handle, None)
     for region in found.intact:
         region.gradient.places = places_of(region)
-    # Before the host memory is used again.
-    _synchronize(devices)
     for context in found.contexts:
         context.summoned = None
-    for _, host in stored:
-        _kept[found.contexts[0]][host.nbytes].append(host)
     for allow in found.allow:
         allow()
     return lost
