@@ -8,7 +8,8 @@
 
 A bucket is a buffer per region, of which the tensors are views. The caller's loop holds
 the last tensor of a bucket until it gets the first one of the next, so the gather after
-that begins behind this first tensor: there are never more than two buckets.
+that begins behind this first tensor: there are never more than two buckets. A region is
+gathered as it lies, as in a step, which needs the memory of a region, too.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -34,7 +33,6 @@ from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import Operation
 from composable_fsdp.errors import CollectiveError, DesyncError, PhaseError
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.flat.residency import shard_versions
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.recover import require_between_steps
@@ -43,11 +41,10 @@ from composable_fsdp.tree.state import _FSDPState
 
 
 class _Piece(NamedTuple):
-    """Elements ``[start, stop)`` of a region, or a tensor that is in no region."""
+    """A region, or a tensor that is in no region."""
 
     entries: Sequence[Entry]
-    start: int
-    stop: int
+    """What is handed out of it."""
     ranks: Sequence[int] | None
     """The global ranks for which it is gathered; None for all."""
 
@@ -59,26 +56,20 @@ class _Piece(NamedTuple):
             near = beside(near, group)
         return self.ranks is None or not near.isdisjoint(self.ranks)
 
-    def buffer(self, device: torch.device) -> Tensor:
-        """Return memory for what arrives here, one dimension."""
-        numel = (self.stop - self.start) * self.receives(dist.get_rank())
-        return memory.new_buffer(numel, self.entries[0].dtype, device)
-
-    def own(self, ref: ParamRef) -> tuple[Tensor, list[int]]:
-        """Return what this rank holds, and the elements on each rank that shards."""
-        size, rank = ref.region.layout.shard_numel, ref.region.rank
-        ends = [size * r for r in range(ref.region.layout.world_size + 1)]
-        cuts = [min(max(end, self.start), self.stop) for end in ends]
-        numels = [stop - start for start, stop in pairwise(cuts)]
-        begin = cuts[rank] % max(size, 1)
-        return ref.region.shard.narrow(0, begin, numels[rank]), numels
+    @property
+    def numel(self) -> int:
+        """Return the elements of its buffer here."""
+        ref = self.entries[0].ref
+        layout = None if ref is None else ref.region.layout
+        whole = layout.padded_numel if layout else prod(self.entries[0].part)
+        return whole * self.receives(dist.get_rank())
 
     @property
     def nbytes(self) -> int:
         """Return the bytes here of its buffer and of joined parts."""
         joined = sum(entry.nbytes - entry.part_nbytes for entry in self.entries)
-        buffer = (self.stop - self.start) * self.entries[0].dtype.itemsize
-        return (buffer + joined) * self.receives(dist.get_rank())
+        joined *= self.receives(dist.get_rank())
+        return self.numel * self.entries[0].dtype.itemsize + joined
 
     @property
     def sent_nbytes(self) -> int:
@@ -86,7 +77,7 @@ class _Piece(NamedTuple):
         ref, dtype = self.entries[0].ref, self.entries[0].dtype
         if self.ranks is None or ref is None or ref.handle.groups.shard is None:
             return 0
-        own, device = self.own(ref)[0], ref.handle.layout.device
+        own, device = ref.region.shard, ref.handle.layout.device
         is_sent_itself = (own.dtype, own.device) == (dtype, device)
         return 0 if is_sent_itself else own.numel() * dtype.itemsize
 
@@ -143,9 +134,9 @@ def stream_full(
 
     Args:
         model: A module that is or holds fully sharded modules, or a part of a unit.
-        max_bytes: Bytes of a bucket's tensors; a larger one is a bucket of its own.
-            Device memory holds the shards and two buckets (``stream_plan``), if the
-            caller keeps no tensor.
+        max_bytes: Bytes of a bucket's tensors; a larger region is a bucket of its own,
+            as it is in a step. Device memory holds the shards and two buckets
+            (``stream_plan``), if the caller keeps no tensor.
         names: Only these tensors, in the order of the model. Default: all.
         dtype: Cast tensors of floating point to it, before they are sent.
         ranks: Only these global ranks receive, and for them the ranks whose parts
@@ -154,8 +145,8 @@ def stream_full(
             this rank computes with.
 
     Collective: per bucket an all-reduce of an integer over each group of the units, and
-        an all-gather over each shard group; of a part of a region a broadcast per rank
-        with elements; with ``ranks`` exchanges; per joined tensor an all-gather.
+        an all-gather over each shard group; with ``ranks`` an exchange per region and
+        rank that receives; per joined tensor an all-gather.
     Raises: PhaseError, inside forward, backward or ``unshard_params``, from these in
         the loop, and after an optimizer step there; DesyncError, if another rank leaves
         before the end; CompositionError, for ``names`` that do not exist, and for
@@ -175,10 +166,7 @@ def stream_full(
                 "initialize the model first."
             )
     decide = _usable(max_bytes, names, dtype, ranks, tensor_parallel)
-    told = tuple(f"{k}={v}" for k, v in decide.items())
-    call = Call("stream_full", states[0].title, told)
-    is_told = ranks is None or dist.get_rank() in decide["ranks"]
-    return _stream(states, partial(stream_plan, model, **decide), call, is_told)
+    return _stream(model, states, decide)
 
 
 def stream_plan(
@@ -201,24 +189,27 @@ def stream_plan(
     decide = _usable(max_bytes, names, dtype, ranks, tensor_parallel)
     states = units_with_parts(model, "stream_plan")
     joins = tensor_parallel == "whole"
-    buckets: list[list[Entry]] = []
+    buckets: list[list[_Piece]] = []
     room = extra = 0
     for unit in entries_of(states, model, decide["names"], dtype, joins=joins):
-        # A unit that fits stays together: its regions are gathered as they lie.
-        fits = sum(entry.nbytes for entry in unit) <= max_bytes
-        for part in [unit] if fits else [[entry] for entry in unit]:
-            size = sum(entry.nbytes for entry in part)
+        regions: dict[int, list[Entry]] = {}
+        for entry in unit:
+            key = id(entry.source if entry.ref is None else entry.ref.region)
+            regions.setdefault(key, []).append(entry)
+            # To join, torch pads a part, and has those of all ranks beside the result.
+            if entry.over:
+                over = prod(group.size() for group in entry.over)
+                extra = max(extra, (over + 1) * entry.part_nbytes)
+        for each in regions.values():
+            # Without padding, which ranks of tensor parallelism may have otherwise.
+            size = sum(entry.nbytes for entry in each)
             if not buckets or size > room:
                 buckets.append([])
                 room = max_bytes
-            buckets[-1] += part
+            buckets[-1].append(_Piece(each, decide["ranks"]))
             room -= size
-        # To join, torch pads a part, and has the parts of all ranks beside the result.
-        sizes = [(e.part_nbytes, [g.size() for g in e.over]) for e in unit if e.over]
-        extra = max([extra, *((prod(over) + 1) * part for part, over in sizes)])
     flag = torch.int32.itemsize if _groups(states) else 0
-    made = tuple(_bucket(each, decide["ranks"]) for each in buckets)
-    return StreamPlan(made, max(flag, extra))
+    return StreamPlan(tuple(map(_bucket, buckets)), max(flag, extra))
 
 
 def _usable(
@@ -243,65 +234,15 @@ def _usable(
     return dict(zip(decide, given, strict=True))
 
 
-def _bucket(entries: list[Entry], ranks: Sequence[int] | None) -> Bucket:
-    """Cut ``entries`` into whole regions, and what they hold of others."""
-    regions: dict[int, list[Entry]] = {}
-    for entry in entries:
-        key = id(entry if entry.ref is None else entry.ref.region)
-        regions.setdefault(key, []).append(entry)
-    pieces: list[_Piece] = []
-    for each in regions.values():
-        layout = None if each[0].ref is None else each[0].ref.region.layout
-        if layout is not None and len(each) == len(layout.parameters):
-            pieces.append(_Piece(each, 0, layout.padded_numel, ranks))
-        else:
-            ends = [(e, e.offset, e.offset + prod(e.part)) for e in each]
-            pieces += [_Piece([e], start, stop, ranks) for e, start, stop in ends]
-    names = tuple(name for entry in entries for name in entry.names)
-    nbytes = sum(piece.nbytes for piece in pieces)
-    return Bucket(names, nbytes, sum(piece.sent_nbytes for piece in pieces), pieces)
+def _bucket(pieces: list[_Piece]) -> Bucket:
+    """Return a bucket of ``pieces``."""
+    names = [name for each in pieces for entry in each.entries for name in entry.names]
+    sent = sum(piece.sent_nbytes for piece in pieces)
+    return Bucket(tuple(names), sum(piece.nbytes for piece in pieces), sent, pieces)
 
 
 Sent = list[tuple[Operation | None, Tensor]]
 """Collectives, and what has to live until they have ended."""
-Together = dict[dist.ProcessGroup, list[tuple[Tensor, Tensor]]]
-"""By group, the buffers that an all-gather fills, and this rank's parts of them."""
-
-
-def _send(piece: _Piece, full: Tensor, together: Together) -> Sent:
-    """Begin to gather into ``full``, or leave it to ``together``."""
-    ref = piece.entries[0].ref
-    if ref is None:
-        if full.numel():
-            full.copy_(local_of(piece.entries[0].source).reshape(-1))
-        return []
-    group, (own, numels) = ref.handle.groups.shard, piece.own(ref)
-    if ref.handle.layout.offload:
-        # On the host: from there torch casts in more memory of the device.
-        own = own.to(full.dtype)
-    sent: Sent = []
-    if group is not None and piece.ranks is not None:
-        own, none = own.to(full), [0] * len(numels)
-        for target, rank in enumerate(dist.get_process_group_ranks(group)):
-            if piece.receives(rank):
-                is_here, ours = target == group.rank(), [*none]
-                ours[target] = own.numel()
-                sizes, into = (numels, full) if is_here else (none, full[:0])
-                both = sizes, ours
-                work = collectives.all_to_all(into, own, both, group, async_op=True)
-                sent.append((work, own))
-    elif full.numel():
-        parts = torch.split(full, numels)
-        # Casts, and copies from the host; the gather is in place.
-        parts[ref.region.rank].copy_(own)
-        if group is not None and len(set(numels)) == 1:
-            together.setdefault(group, []).append((full, parts[ref.region.rank]))
-        elif group is not None:
-            for rank in [rank for rank, numel in enumerate(numels) if numel]:
-                part = parts[rank]
-                work = collectives.broadcast(part, group, rank=rank, async_op=True)
-                sent.append((work, part))
-    return sent
 
 
 @torch.no_grad()
@@ -310,9 +251,25 @@ def _gather(
 ) -> Callable[[], dict[str, Tensor]]:
     """Begin to gather; return what waits and gives the tensors that arrive here."""
     sent: Sent = []
-    together: Together = {}
+    together: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor]]] = {}
     for piece, full in zip(pieces, buffers, strict=True):
-        sent += _send(piece, full, together)
+        ref = piece.entries[0].ref
+        if ref is None:
+            if full.numel():
+                full.copy_(local_of(piece.entries[0].source).reshape(-1))
+            continue
+        group, own, at = ref.handle.groups.shard, ref.region.shard, ref.region.rank
+        if ref.handle.layout.offload:
+            # On the host: from there torch casts in more memory of the device.
+            own = own.to(full.dtype)
+        if group is not None and piece.ranks is not None:
+            sent += _exchange(piece, own.to(full), full, group)
+        elif full.numel():
+            part = full.narrow(0, at * own.numel(), own.numel())
+            # Casts, and copies from the host; the gather is in place.
+            part.copy_(own)
+            if group is not None:
+                together.setdefault(group, []).append((full, part))
     for group, pairs in together.items():
         wholes, shards = zip(*pairs, strict=True)
         work = collectives.all_gather_flat(wholes, shards, group, async_op=True)
@@ -327,8 +284,7 @@ def _gather(
         found: dict[str, Tensor] = {}
         for piece, full in zip(pieces, buffers, strict=True):
             for entry in piece.entries if piece.receives(dist.get_rank()) else ():
-                at = entry.offset - piece.start
-                part = full.narrow(0, at, prod(entry.part)).view(entry.part)
+                part = full.narrow(0, entry.offset, prod(entry.part)).view(entry.part)
                 found |= dict.fromkeys(entry.names, entry.whole(part))
         return found
 
@@ -339,20 +295,44 @@ def _gather(
     return finish
 
 
+def _exchange(piece: _Piece, own: Tensor, full: Tensor, group: Any) -> Sent:
+    """Begin to send this rank's shard to those that receive, one after another."""
+    sent: Sent = []
+    for target, rank in enumerate(dist.get_process_group_ranks(group)):
+        if piece.receives(rank):
+            is_here, size = target == group.rank(), group.size()
+            sizes = [own.numel() * is_here] * size, [0] * size
+            sizes[1][target] = own.numel()
+            into = full if is_here else full[:0]
+            work = collectives.all_to_all(into, own, sizes, group, async_op=True)
+            sent.append((work, own))
+    return sent
+
+
 def _stream(
-    states: Sequence[_FSDPState],
-    plan: Callable[[], StreamPlan],
-    call: Call,
-    is_told: bool,
+    model: nn.Module, states: Sequence[_FSDPState], decide: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Do as ``stream_full``; without ``is_told`` only help the others."""
+    """Do as ``stream_full``; on a rank that does not receive, only help the others."""
     groups, device = _groups(states), states[0].handle.layout.device
+    is_told = decide["ranks"] is None or dist.get_rank() in decide["ranks"]
+    told = tuple(f"{k}={v}" for k, v in decide.items())
     waiting: deque[tuple[tuple[str, ...], Callable[[], dict[str, Tensor]]]] = deque()
     with _summoned(states, rank0_only=False, what="stream_full"):
+        call = Call("stream_full", states[0].title, told)
         meet_over(states, call, replicas=True, always=False)
         for state in states:
             compare_models(state, replicas=True)
         versions = [shard_versions(state.handle) for state in states]
+
+        def agree() -> None:
+            rank = failed_rank(groups, device)
+            if rank is not None:
+                raise DesyncError(
+                    f"Rank {rank} left stream_full of {states[0].title} before its end "
+                    "(a break, an exception, or close()), so it ends on this rank, "
+                    f"too. Look at the error of rank {rank}, or take all tensors on "
+                    "every rank and choose them by names=[...]."
+                )
 
         def begin() -> None:
             if [shard_versions(state.handle) for state in states] != versions:
@@ -363,12 +343,15 @@ def _stream(
                 )
             bucket = left.popleft()
             # Memory before the ranks agree: who raises here is not waited for.
-            buffers = [piece.buffer(device) for piece in bucket._pieces]
-            _agree(states)
+            buffers = [
+                memory.new_buffer(each.numel, each.entries[0].dtype, device)
+                for each in bucket._pieces
+            ]
+            agree()
             waiting.append((bucket.names, _gather(bucket._pieces, buffers)))
 
         try:
-            left = deque(plan().buckets)
+            left = deque(stream_plan(model, **decide).buckets)
             while left or waiting:
                 if not waiting:
                     begin()
@@ -380,7 +363,7 @@ def _stream(
                     # The loop of the caller has let go of the bucket before.
                     if left and not waiting:
                         begin()
-            _agree(states)
+            agree()
         except (DesyncError, CollectiveError):
             raise
         except BaseException:
@@ -394,15 +377,3 @@ def _stream(
 def _groups(states: Iterable[_FSDPState]) -> list[dist.ProcessGroup]:
     """Return the groups that reach all ranks of the units in turn."""
     return list(dict.fromkeys(group for state in states for group in _route(state)))
-
-
-def _agree(states: Sequence[_FSDPState]) -> None:
-    """Raise DesyncError, on all ranks, if a rank has left the iteration."""
-    rank = failed_rank(_groups(states), states[0].handle.layout.device)
-    if rank is not None:
-        raise DesyncError(
-            f"Rank {rank} left stream_full of {states[0].title} before its end (a "
-            "break, an exception, or close()), so it ends on this rank, too. Look at "
-            f"the error of rank {rank}, or take all tensors on every rank and choose "
-            "them by names=[...]."
-        )

@@ -339,7 +339,7 @@ def test_device_memory_is_that_of_the_plan_to_the_byte(
     if to is not None and world.rank not in to:
         assert sizes == [0] * len(sizes)
     assert all(
-        size <= how["max_bytes"] or len(bucket.names) <= 2
+        size <= how["max_bytes"] + 64 or len(bucket._pieces) == 1
         for size, bucket in zip(sizes, planned.buckets, strict=True)
     )
 

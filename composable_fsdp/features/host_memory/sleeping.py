@@ -16,7 +16,6 @@ the way back takes new ones, before a graph is captured.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
@@ -51,26 +50,12 @@ from composable_fsdp.tree.state import RuntimeContext, Summon
 from composable_fsdp.tree.traversal import require_module
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
+Shown = tuple[str, Tensor, int, Tensor]
+"""Name, tensor that shows empty data, version, and its true data."""
 _CPU = torch.device("cpu")
 _WHY = (
     "while {} sleeps in host memory. Call composable_fsdp.features.wake(model) before."
 )
-
-
-@dataclass(eq=False)
-class _Asleep:
-    """What a call of ``sleep`` took away."""
-
-    contexts: list[RuntimeContext]
-    handles: list[FlatParamHandle]
-    intact: list[FlatParameter]
-    """Regions whose gradients are views of the flat gradient."""
-    shown: list[tuple[str, Tensor, int, Tensor]]
-    """Name, tensor that shows empty data, version, and its true data."""
-    stored: list[tuple[torch.UntypedStorage, Tensor]]
-    """Storage, and its bytes on the host ``(nbytes,)``."""
-    allow: list[Callable[[], object]]
-    """Let the optimizers give state dicts and copies again."""
 
 
 @torch.inference_mode(False)
@@ -116,7 +101,7 @@ def sleep(
     # Of a wrapper the one inside.
     optims = [getattr(each, "optimizer", each) for each in several if each is not None]
     devices = {handle.layout.device for handle in handles}
-    shown = _shown(_tensors(model, regions, optims), devices)
+    shown = _shown(model, regions, optims, devices)
     # Side streams may still write what the current stream copies.
     _synchronize(devices)
     stored = []
@@ -126,8 +111,9 @@ def sleep(
         stored.append((storage, host.copy_(_bytes_of(storage), non_blocking=True)))
     _synchronize(devices)
     intact = [*filter(views_are_intact, regions)]
+    allow: list[Callable[[], object]] = []
+    bring = partial(_bring, [*trees], handles, intact, shown, stored, allow)
     # From here on nothing allocates, and nothing fails.
-    found = _Asleep([*trees], handles, intact, shown, stored, [])
     for handle in handles:
         _free_buffers(handle)
         handle.phase, NO_STEPS[handle] = Phase.SUMMON, _WHY
@@ -136,11 +122,11 @@ def sleep(
     for storage, _ in stored:
         storage.resize_(0)
     for context, state in trees.items():
-        context.summoned = Summon(state, rank0_only=False, why=_WHY, record=found)
+        context.summoned = Summon(state, rank0_only=False, why=_WHY, record=bring)
     for optim in optims:
         # ``copy.deepcopy`` and ``pickle`` ask the object, and would copy empty states.
         vars(optim)["__reduce_ex__"] = partial(_refuse, optim)
-        found.allow += [
+        allow += [
             partial(vars(optim).pop, "__reduce_ex__", None),
             optim.register_state_dict_pre_hook(_refuse).remove,
             optim.register_load_state_dict_pre_hook(_refuse).remove,
@@ -171,7 +157,7 @@ def wake(model: nn.Module, optimizer: Optimizers = None) -> None:
     found = dict.fromkeys(mark.record for mark in marks if mark and mark.record)
     if not found:
         raise PhaseError("wake was called on a model that is awake. Call sleep before.")
-    lost = [name for record in found for name in _wake(record)]
+    lost = [name for bring in found for name in bring()]
     if lost:
         raise PhaseError(
             f"Of a model that slept {listed(lost)} were written to or replaced; this "
@@ -216,65 +202,69 @@ def _settle(trees: Iterable[RuntimeContext], handles: list[FlatParamHandle]) -> 
                 slot.leave()
 
 
-def _tensors(
-    model: nn.Module, regions: list[FlatParameter], optims: list[Optimizer]
-) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield names and tensors of what is to sleep; a tensor may come again."""
-    named = [(quoted(name), p) for name, p in model.named_parameters()]
-    flats = [("a flat parameter", r.flat) for r in regions if r.flat is not None]
-    for name, parameter in chain(named, flats):
-        yield name, parameter
-        yield f"the gradient of {name}", parameter.grad
-    for name, buffer in model.named_buffers():
-        yield quoted(name), buffer
-    for optim in optims:
-        for value in _pytree.tree_leaves(list(optim.state.values())):
-            yield f"state of {type(optim).__name__}", value
-    # What no leaf shows: padding, and gradients that ``zero_grad`` has cleared.
-    for region in regions:
-        yield "a shard", region.shard
-        yield "a flat gradient", region.gradient.shard
-
-
 def _shown(
-    named: Iterable[tuple[str, Any]], devices: set[torch.device]
-) -> list[tuple[str, Tensor, int, Tensor]]:
-    """Return ``_Asleep.shown`` for what has memory on one of ``devices``."""
-    found: dict[int, tuple[str, Tensor, int, Tensor]] = {}
+    model: nn.Module,
+    regions: list[FlatParameter],
+    optims: list[Optimizer],
+    devices: set[torch.device],
+) -> list[Shown]:
+    """Return the tensors that are to sleep, each once."""
+    named: list[tuple[str, Any]] = []
+    named += [(quoted(name), p) for name, p in model.named_parameters()]
+    named += [("a flat parameter", r.flat) for r in regions if r.flat is not None]
+    named += [(f"the gradient of {name}", p.grad) for name, p in named]
+    named += [(quoted(name), buffer) for name, buffer in model.named_buffers()]
+    for optim in optims:
+        values = _pytree.tree_leaves(list(optim.state.values()))
+        named += [(f"state of {type(optim).__name__}", value) for value in values]
+    # What no leaf shows: padding, and gradients that ``zero_grad`` has cleared.
+    named += [("a shard", region.shard) for region in regions]
+    named += [("a flat gradient", region.gradient.shard) for region in regions]
+    found: dict[int, Shown] = {}
     for name, value in named:
         for part in parts_of(value) if isinstance(value, Tensor) else ():
-            if part.device not in devices or not part.numel():
-                continue
             # Memory of another library, as of numpy, is not ours to free.
-            if part.layout is torch.strided and part.untyped_storage().resizable():
+            here = part.device in devices and part.layout is torch.strided
+            if here and part.numel() and part.untyped_storage().resizable():
                 version = -1 if part.is_inference() else part._version
                 found.setdefault(id(part), (name, part, version, part.data))
     return list(found.values())
 
 
-def _wake(found: _Asleep) -> list[str]:
-    """Bring back a record; return the names of what has changed meanwhile."""
+def _bring(
+    contexts: list[RuntimeContext],
+    handles: list[FlatParamHandle],
+    intact: list[FlatParameter],
+    shown: list[Shown],
+    stored: list[tuple[torch.UntypedStorage, Tensor]],
+    allow: list[Callable[[], object]],
+) -> list[str]:
+    """Bring back what ``sleep`` took; return the names of what has changed meanwhile.
+
+    ``intact`` are regions whose gradients are views of the flat gradient; ``stored``
+    are storages with their bytes on the host; ``allow`` opens the optimizers.
+    """
     # All memory first: without enough torch raises, and the model sleeps on.
-    for storage, host in found.stored:
+    for storage, host in stored:
         storage.resize_(host.nbytes)
-    for storage, host in found.stored:
+    for storage, host in stored:
         _bytes_of(storage).copy_(host, non_blocking=True)
     memory.note_move()
     lost = []
-    for name, tensor, version, data in found.shown:
+    for name, tensor, version, data in shown:
         if tensor.numel() or (version >= 0 and tensor._version != version):
             lost.append(name)
         tensor.data = data
-    for handle in found.handles:
+    for handle in handles:
         handle.writes.memory = leaf_memory(handle.layout)
         handle.phase = Phase.IDLE
         NO_STEPS.pop(handle, None)
-    for region in found.intact:
+    for region in intact:
         region.gradient.places = places_of(region)
-    for context in found.contexts:
+    for context in contexts:
         context.summoned = None
-    for allow in found.allow:
-        allow()
+    for each in allow:
+        each()
     return lost
 
 
