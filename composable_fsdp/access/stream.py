@@ -165,8 +165,15 @@ def stream_full(
                 f"stream_full: {state.title} is on meta and has no values yet. Load or "
                 "initialize the model first."
             )
-    decide = _usable(max_bytes, names, dtype, ranks, tensor_parallel)
-    return _stream(model, states, decide)
+    how: dict[str, Any] = {
+        "max_bytes": max_bytes,
+        "names": None if names is None else tuple(names),
+        "dtype": dtype,
+        "ranks": None if ranks is None else tuple(ranks),
+        "tensor_parallel": tensor_parallel,
+    }
+    stream_plan(model, **how)  # to refuse before any rank waits
+    return _stream(model, states, how)
 
 
 def stream_plan(
@@ -186,12 +193,19 @@ def stream_plan(
     >>> len(plan.buckets), plan.peak_nbytes
     (1, 240)
     """
-    decide = _usable(max_bytes, names, dtype, ranks, tensor_parallel)
+    every, modes = range(dist.get_world_size()), ("whole", "local")
+    for name, given, wanted, is_right in (
+        ("dtype", dtype, "a torch.dtype", isinstance(dtype, torch.dtype | None)),
+        ("ranks", ranks, f"some of {every}", {*(ranks or ())}.issubset(every)),
+        ("tensor_parallel", tensor_parallel, modes, tensor_parallel in modes),
+    ):
+        if not is_right:
+            raise ValueError(f"{name} is {given!r}; expected {wanted}.")
     states = units_with_parts(model, "stream_plan")
     joins = tensor_parallel == "whole"
     buckets: list[list[_Piece]] = []
     room = extra = 0
-    for unit in entries_of(states, model, decide["names"], dtype, joins=joins):
+    for unit in entries_of(states, model, names, dtype, joins=joins):
         regions: dict[int, list[Entry]] = {}
         for entry in unit:
             key = id(entry.source if entry.ref is None else entry.ref.region)
@@ -206,32 +220,10 @@ def stream_plan(
             if not buckets or size > room:
                 buckets.append([])
                 room = max_bytes
-            buckets[-1].append(_Piece(each, decide["ranks"]))
+            buckets[-1].append(_Piece(each, ranks))
             room -= size
     flag = torch.int32.itemsize if _groups(states) else 0
     return StreamPlan(tuple(map(_bucket, buckets)), max(flag, extra))
-
-
-def _usable(
-    max_bytes: float, names: Any, dtype: object, ranks: Any, tensor_parallel: str
-) -> dict[str, Any]:
-    """Return the arguments that ranks compare. Raises: ValueError, naming a bad one."""
-    ranks = None if ranks is None else tuple(ranks)
-    every = range(dist.get_world_size())
-    are_ranks = ranks is None or set(every).issuperset(ranks)
-    modes = ("whole", "local")
-    for name, given, wanted, is_right in (
-        ("names", names, "a list of names", not isinstance(names, str)),
-        ("dtype", dtype, "a torch.dtype", isinstance(dtype, torch.dtype | None)),
-        ("ranks", ranks, f"global ranks in {every}", are_ranks),
-        ("tensor_parallel", tensor_parallel, modes, tensor_parallel in modes),
-    ):
-        if not is_right:
-            raise ValueError(f"{name} is {given!r}; expected {wanted}.")
-    names = None if names is None else tuple(names)
-    decide = ("max_bytes", "names", "dtype", "ranks", "tensor_parallel")
-    given = (max_bytes, names, dtype, ranks, tensor_parallel)
-    return dict(zip(decide, given, strict=True))
 
 
 def _bucket(pieces: list[_Piece]) -> Bucket:
@@ -310,12 +302,12 @@ def _exchange(piece: _Piece, own: Tensor, full: Tensor, group: Any) -> Sent:
 
 
 def _stream(
-    model: nn.Module, states: Sequence[_FSDPState], decide: dict[str, Any]
+    model: nn.Module, states: Sequence[_FSDPState], how: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
     """Do as ``stream_full``; on a rank that does not receive, only help the others."""
     groups, device = _groups(states), states[0].handle.layout.device
-    is_told = decide["ranks"] is None or dist.get_rank() in decide["ranks"]
-    told = tuple(f"{k}={v}" for k, v in decide.items())
+    is_told = how["ranks"] is None or dist.get_rank() in how["ranks"]
+    told = tuple(f"{k}={v}" for k, v in how.items())
     waiting: deque[tuple[tuple[str, ...], Callable[[], dict[str, Tensor]]]] = deque()
     with _summoned(states, rank0_only=False, what="stream_full"):
         call = Call("stream_full", states[0].title, told)
@@ -351,7 +343,7 @@ def _stream(
             waiting.append((bucket.names, _gather(bucket._pieces, buffers)))
 
         try:
-            left = deque(stream_plan(model, **decide).buckets)
+            left = deque(stream_plan(model, **how).buckets)
             while left or waiting:
                 if not waiting:
                     begin()

@@ -108,7 +108,8 @@ def sleep(
     for storage in dict.fromkeys(data.untyped_storage() for *_, data in shown):
         nbytes, pinned = storage.nbytes(), storage.device.type == "cuda"
         host = memory.new_buffer(nbytes, torch.uint8, _CPU, pinned=pinned)
-        stored.append((storage, host.copy_(_bytes_of(storage), non_blocking=True)))
+        home = host.untyped_storage()
+        stored.append((storage, home.copy_(storage, non_blocking=True)))
     _synchronize(devices)
     intact = [*filter(views_are_intact, regions)]
     allow: list[Callable[[], object]] = []
@@ -236,19 +237,19 @@ def _bring(
     handles: list[FlatParamHandle],
     intact: list[FlatParameter],
     shown: list[Shown],
-    stored: list[tuple[torch.UntypedStorage, Tensor]],
+    stored: list[tuple[torch.UntypedStorage, torch.UntypedStorage]],
     allow: list[Callable[[], object]],
 ) -> list[str]:
     """Bring back what ``sleep`` took; return the names of what has changed meanwhile.
 
     ``intact`` are regions whose gradients are views of the flat gradient; ``stored``
-    are storages with their bytes on the host; ``allow`` opens the optimizers.
+    are storages with those on the host; ``allow`` opens the optimizers.
     """
     # All memory first: without enough torch raises, and the model sleeps on.
     for storage, host in stored:
-        storage.resize_(host.nbytes)
+        storage.resize_(host.nbytes())
     for storage, host in stored:
-        _bytes_of(storage).copy_(host, non_blocking=True)
+        storage.copy_(host, non_blocking=True)
     memory.note_move()
     lost = []
     for name, tensor, version, data in shown:
@@ -278,11 +279,6 @@ def _free_buffers(handle: FlatParamHandle) -> None:
     for region in handle.layout.trainable:
         memory.free(region.reduce.buffer)
     handle.reduction.home = None
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return a storage as a tensor of bytes ``(nbytes,)``."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _synchronize(devices: Iterable[torch.device], *, empty: bool = False) -> None:
