@@ -6,10 +6,10 @@
     bucket 1                  gather              | hand out ...
     bucket 2                                            gather
 
-A bucket is a buffer per region, of which the tensors are views. The caller's loop holds
-the last tensor of a bucket until it gets the first one of the next, so the gather after
-that begins behind this first tensor: there are never more than two buckets. A region is
-gathered as it lies, as in a step, which needs the memory of a region, too.
+A bucket holds regions as they lie, or single tensors of what is too large, and its
+tensors are views. The caller's loop holds the last tensor of a bucket until it gets the
+first one of the next, so the gather after that begins behind this first tensor: there
+are never more than two buckets.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +34,7 @@ from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import Operation
 from composable_fsdp.errors import CollectiveError, DesyncError, PhaseError
 from composable_fsdp.flat import memory
+from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.flat.residency import shard_versions
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.recover import require_between_steps
@@ -41,10 +43,11 @@ from composable_fsdp.tree.state import _FSDPState
 
 
 class _Piece(NamedTuple):
-    """A region, or a tensor that is in no region."""
+    """Elements ``[start, stop)`` of a region, or a tensor that is in no region."""
 
     entries: Sequence[Entry]
-    """What is handed out of it."""
+    start: int
+    stop: int
     ranks: Sequence[int] | None
     """The global ranks for which it is gathered; None for all."""
 
@@ -56,13 +59,19 @@ class _Piece(NamedTuple):
             near = beside(near, group)
         return self.ranks is None or not near.isdisjoint(self.ranks)
 
+    def own(self, ref: ParamRef) -> tuple[Tensor, list[int]]:
+        """Return what this rank holds, and the elements on each rank that shards."""
+        size, rank = ref.region.layout.shard_numel, ref.region.rank
+        ends = [size * r for r in range(ref.region.layout.world_size + 1)]
+        cuts = [min(max(end, self.start), self.stop) for end in ends]
+        numels = [stop - start for start, stop in pairwise(cuts)]
+        begin = cuts[rank] % max(size, 1)
+        return ref.region.shard.narrow(0, begin, numels[rank]), numels
+
     @property
     def numel(self) -> int:
         """Return the elements of its buffer here."""
-        ref = self.entries[0].ref
-        layout = None if ref is None else ref.region.layout
-        whole = layout.padded_numel if layout else prod(self.entries[0].part)
-        return whole * self.receives(dist.get_rank())
+        return (self.stop - self.start) * self.receives(dist.get_rank())
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +86,7 @@ class _Piece(NamedTuple):
         ref, dtype = self.entries[0].ref, self.entries[0].dtype
         if self.ranks is None or ref is None or ref.handle.groups.shard is None:
             return 0
-        own, device = ref.region.shard, ref.handle.layout.device
+        own, device = self.own(ref)[0], ref.handle.layout.device
         is_sent_itself = (own.dtype, own.device) == (dtype, device)
         return 0 if is_sent_itself else own.numel() * dtype.itemsize
 
@@ -90,6 +99,7 @@ class Bucket:
     nbytes: int
     sent_nbytes: int
     """Those of copies that go to ``ranks``, until they have arrived."""
+    _entries: Sequence[Entry] = field(repr=False)
     _pieces: Sequence[_Piece] = field(repr=False)
 
 
@@ -134,9 +144,9 @@ def stream_full(
 
     Args:
         model: A module that is or holds fully sharded modules, or a part of a unit.
-        max_bytes: Bytes of a bucket's tensors; a larger region is a bucket of its own,
-            as it is in a step. Device memory holds the shards and two buckets
-            (``stream_plan``), if the caller keeps no tensor.
+        max_bytes: Bytes of a bucket's tensors; a larger one is a bucket of its own.
+            Device memory holds the shards and two buckets (``stream_plan``), if the
+            caller keeps no tensor.
         names: Only these tensors, in the order of the model. Default: all.
         dtype: Cast tensors of floating point to it, before they are sent.
         ranks: Only these global ranks receive, and for them the ranks whose parts
@@ -145,8 +155,9 @@ def stream_full(
             this rank computes with.
 
     Collective: per bucket an all-reduce of an integer over each group of the units, and
-        an all-gather over each shard group; with ``ranks`` an exchange per region and
-        rank that receives; per joined tensor an all-gather.
+        an all-gather over each shard group; of a unit above ``max_bytes`` a broadcast
+        per tensor and rank with elements; with ``ranks`` an exchange for each; per
+        joined tensor an all-gather.
     Raises: PhaseError, inside forward, backward or ``unshard_params``, from these in
         the loop, and after an optimizer step there; DesyncError, if another rank leaves
         before the end; CompositionError, for ``names`` that do not exist, and for
@@ -203,34 +214,44 @@ def stream_plan(
             raise ValueError(f"{name} is {given!r}; expected {wanted}.")
     states = units_with_parts(model, "stream_plan")
     joins = tensor_parallel == "whole"
-    buckets: list[list[_Piece]] = []
+    buckets: list[list[Entry]] = []
     room = extra = 0
     for unit in entries_of(states, model, names, dtype, joins=joins):
-        regions: dict[int, list[Entry]] = {}
-        for entry in unit:
-            key = id(entry.source if entry.ref is None else entry.ref.region)
-            regions.setdefault(key, []).append(entry)
-            # To join, torch pads a part, and has those of all ranks beside the result.
-            if entry.over:
-                over = prod(group.size() for group in entry.over)
-                extra = max(extra, (over + 1) * entry.part_nbytes)
-        for each in regions.values():
-            # Without padding, which ranks of tensor parallelism may have otherwise.
-            size = sum(entry.nbytes for entry in each)
+        # A unit that fits stays together: its regions are gathered as they lie. Without
+        # padding, which ranks of tensor parallelism may have otherwise.
+        fits = sum(entry.nbytes for entry in unit) <= max_bytes
+        for part in [unit] if fits else [[entry] for entry in unit]:
+            size = sum(entry.nbytes for entry in part)
             if not buckets or size > room:
                 buckets.append([])
                 room = max_bytes
-            buckets[-1].append(_Piece(each, ranks))
+            buckets[-1] += part
             room -= size
+        # To join, torch pads a part, and has the parts of all ranks beside the result.
+        sizes = [(e.part_nbytes, [g.size() for g in e.over]) for e in unit if e.over]
+        extra = max([extra, *((prod(over) + 1) * part for part, over in sizes)])
     flag = torch.int32.itemsize if _groups(states) else 0
-    return StreamPlan(tuple(map(_bucket, buckets)), max(flag, extra))
+    made = tuple(_bucket(each, ranks) for each in buckets)
+    return StreamPlan(made, max(flag, extra))
 
 
-def _bucket(pieces: list[_Piece]) -> Bucket:
-    """Return a bucket of ``pieces``."""
-    names = [name for each in pieces for entry in each.entries for name in entry.names]
+def _bucket(entries: list[Entry], ranks: Sequence[int] | None) -> Bucket:
+    """Return a bucket, with a piece per whole region and per tensor of others."""
+    regions: dict[int, list[Entry]] = {}
+    for entry in entries:
+        key = id(entry if entry.ref is None else entry.ref.region)
+        regions.setdefault(key, []).append(entry)
+    pieces: list[_Piece] = []
+    for each in regions.values():
+        layout = None if each[0].ref is None else each[0].ref.region.layout
+        if layout is not None and len(each) == len(layout.parameters):
+            pieces.append(_Piece(each, 0, layout.padded_numel, ranks))
+        else:
+            ends = [(e, e.offset, e.offset + prod(e.part)) for e in each]
+            pieces += [_Piece([e], start, stop, ranks) for e, start, stop in ends]
+    names = tuple(name for entry in entries for name in entry.names)
     sent = sum(piece.sent_nbytes for piece in pieces)
-    return Bucket(tuple(names), sum(piece.nbytes for piece in pieces), sent, pieces)
+    return Bucket(names, sum(p.nbytes for p in pieces), sent, entries, pieces)
 
 
 Sent = list[tuple[Operation | None, Tensor]]
@@ -239,29 +260,36 @@ Sent = list[tuple[Operation | None, Tensor]]
 
 @torch.no_grad()
 def _gather(
-    pieces: Sequence[_Piece], buffers: Sequence[Tensor]
+    bucket: Bucket, buffers: Sequence[Tensor]
 ) -> Callable[[], dict[str, Tensor]]:
     """Begin to gather; return what waits and gives the tensors that arrive here."""
     sent: Sent = []
     together: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor]]] = {}
-    for piece, full in zip(pieces, buffers, strict=True):
+    homes: dict[int, tuple[_Piece, Tensor]] = {}
+    for piece, full in zip(bucket._pieces, buffers, strict=True):
+        homes |= {id(entry): (piece, full) for entry in piece.entries}
         ref = piece.entries[0].ref
         if ref is None:
             if full.numel():
                 full.copy_(local_of(piece.entries[0].source).reshape(-1))
             continue
-        group, own, at = ref.handle.groups.shard, ref.region.shard, ref.region.rank
+        group, (own, numels) = ref.handle.groups.shard, piece.own(ref)
         if ref.handle.layout.offload:
             # On the host: from there torch casts in more memory of the device.
             own = own.to(full.dtype)
         if group is not None and piece.ranks is not None:
-            sent += _exchange(piece, own.to(full), full, group)
+            sent += _exchange(piece, own.to(full), full, numels, group)
         elif full.numel():
-            part = full.narrow(0, at * own.numel(), own.numel())
+            parts = torch.split(full, numels)
             # Casts, and copies from the host; the gather is in place.
-            part.copy_(own)
-            if group is not None:
-                together.setdefault(group, []).append((full, part))
+            parts[ref.region.rank].copy_(own)
+            if group is not None and len(set(numels)) == 1:
+                together.setdefault(group, []).append((full, parts[ref.region.rank]))
+            elif group is not None:
+                for rank in [rank for rank, numel in enumerate(numels) if numel]:
+                    part = parts[rank]
+                    work = collectives.broadcast(part, group, rank=rank, async_op=True)
+                    sent.append((work, part))
     for group, pairs in together.items():
         wholes, shards = zip(*pairs, strict=True)
         work = collectives.all_gather_flat(wholes, shards, group, async_op=True)
@@ -274,26 +302,31 @@ def _gather(
             operation.wait()
         sent.clear()
         found: dict[str, Tensor] = {}
-        for piece, full in zip(pieces, buffers, strict=True):
-            for entry in piece.entries if piece.receives(dist.get_rank()) else ():
-                part = full.narrow(0, entry.offset, prod(entry.part)).view(entry.part)
+        # In an order that ranks of other regions share.
+        for entry in bucket._entries:
+            piece, full = homes[id(entry)]
+            if piece.receives(dist.get_rank()):
+                at = entry.offset - piece.start
+                part = full.narrow(0, at, prod(entry.part)).view(entry.part)
                 found |= dict.fromkeys(entry.names, entry.whole(part))
         return found
 
     # Now, and not when the caller asks: a rank that has left would be missing.
-    if any(entry.over for piece in pieces for entry in piece.entries):
+    if any(entry.over for entry in bucket._entries):
         found = finish()
         return lambda: found
     return finish
 
 
-def _exchange(piece: _Piece, own: Tensor, full: Tensor, group: Any) -> Sent:
-    """Begin to send this rank's shard to those that receive, one after another."""
+def _exchange(
+    piece: _Piece, own: Tensor, full: Tensor, numels: list[int], group: Any
+) -> Sent:
+    """Begin to send this rank's part to those that receive, one after another."""
     sent: Sent = []
     for target, rank in enumerate(dist.get_process_group_ranks(group)):
         if piece.receives(rank):
-            is_here, size = target == group.rank(), group.size()
-            sizes = [own.numel() * is_here] * size, [0] * size
+            is_here, none = target == group.rank(), [0] * len(numels)
+            sizes = numels if is_here else none, [*none]
             sizes[1][target] = own.numel()
             into = full if is_here else full[:0]
             work = collectives.all_to_all(into, own, sizes, group, async_op=True)
@@ -340,7 +373,7 @@ def _stream(
                 for each in bucket._pieces
             ]
             agree()
-            waiting.append((bucket.names, _gather(bucket._pieces, buffers)))
+            waiting.append((bucket.names, _gather(bucket, buffers)))
 
         try:
             left = deque(stream_plan(model, **how).buckets)

@@ -103,7 +103,10 @@ class _Region:
     """Dict and key of each state, and the view of ``host`` that it is between steps."""
 
     def settle(self, states: _States) -> None:
-        """Move states to the host that are new, or that a load has replaced."""
+        """Move states to the host that are new, or that a load has replaced.
+
+        Or that are in a buffer still, because the step raised.
+        """
         found = [
             (values, key, value)
             for p in chain.from_iterable(self.members.values())
@@ -196,7 +199,9 @@ class _States:
         nbytes = max((region.host.nbytes for region in regions), default=0)
         # Made here and not kept: backward has the memory, and a model that sleeps. Of
         # compute, which waits at the end for the lane before it frees them.
-        buffers = [memory.new_buffer(nbytes, torch.uint8, self.device) for _ in "01"]
+        buffers = [
+            memory.new_buffer(nbytes, torch.uint8, self.device) for _ in range(2)
+        ]
         places = [(region, buffers[at % 2]) for at, region in enumerate(regions)]
         try:
             ready = self.bring(*places[0])
