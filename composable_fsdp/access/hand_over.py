@@ -65,19 +65,13 @@ def transfer_plan(source: Boxes, target: Boxes) -> list[Transfer]:
     Each element is sent once to each rank of ``target`` that asks for it. Ranks are
     those of either side, which may be other processes.
 
-    Raises: TypeError, for no boxes; CompositionError, naming the tensor, if ``source``
-        lacks elements, or holds them twice.
+    Raises: CompositionError, naming the tensor, if ``source`` lacks elements, or holds
+        them twice.
 
     >>> engine = {"head.weight": ((0, (0, 0), (2, 4)), (1, (2, 0), (2, 4)))}
     >>> transfer_plan(boxes(model), engine)[1]
     Transfer(source=0, target=1, name='head.weight', box=((2, 0), (2, 4)))
     """
-    for each in (source, target):
-        if not isinstance(each, Mapping):
-            raise TypeError(
-                "transfer_plan expects boxes by the name of the tensor, got a "
-                f"{type(each).__name__}. Pass boxes(model)."
-            )
     plan: list[Transfer] = []
     for name, wanted in target.items():
         if name not in source:

@@ -6,9 +6,10 @@
     bucket 1                  gather              | hand out ...
     bucket 2                                            gather
 
-A bucket is a buffer per region, of which the tensors are views. The caller's loop holds
-the last tensor of a bucket until it gets the first one of the next, so the gather after
-that begins behind this first tensor: there are never more than two buckets.
+A bucket holds regions as they lie, or single tensors of what is too large, and its
+tensors are views. The caller's loop holds the last tensor of a bucket until it gets the
+first one of the next, so the gather after that begins behind this first tensor: there
+are never more than two buckets.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -51,11 +51,6 @@ class _Piece(NamedTuple):
     ranks: Sequence[int] | None
     """The global ranks for which it is gathered; None for all."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of its tensors."""
-        return self.entries[0].dtype
-
     def receives(self, rank: int) -> bool:
         """Return whether the global ``rank`` gets what its shard group holds."""
         near = {rank}
@@ -74,21 +69,26 @@ class _Piece(NamedTuple):
         return ref.region.shard.narrow(0, begin, numels[rank]), numels
 
     @property
+    def numel(self) -> int:
+        """Return the elements of its buffer here."""
+        return (self.stop - self.start) * self.receives(dist.get_rank())
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes here of its buffer and of joined parts."""
         joined = sum(entry.nbytes - entry.part_nbytes for entry in self.entries)
-        buffer = (self.stop - self.start) * self.dtype.itemsize
-        return (buffer + joined) * self.receives(dist.get_rank())
+        joined *= self.receives(dist.get_rank())
+        return self.numel * self.entries[0].dtype.itemsize + joined
 
     @property
     def sent_nbytes(self) -> int:
         """Return the bytes here of a copy of the shard to send, if it takes one."""
-        ref = self.entries[0].ref
+        ref, dtype = self.entries[0].ref, self.entries[0].dtype
         if self.ranks is None or ref is None or ref.handle.groups.shard is None:
             return 0
         own, device = self.own(ref)[0], ref.handle.layout.device
-        is_sent_itself = (own.dtype, own.device) == (self.dtype, device)
-        return 0 if is_sent_itself else own.numel() * self.dtype.itemsize
+        is_sent_itself = (own.dtype, own.device) == (dtype, device)
+        return 0 if is_sent_itself else own.numel() * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,7 @@ class Bucket:
     nbytes: int
     sent_nbytes: int
     """Those of copies that go to ``ranks``, until they have arrived."""
+    _entries: Sequence[Entry] = field(repr=False)
     _pieces: Sequence[_Piece] = field(repr=False)
 
 
@@ -135,18 +136,17 @@ def stream_full(
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the whole tensors of ``model``, under the names of the plain model.
 
-    They have the values after the last optimizer step, and are what ``state_dict()``
-    holds: parameters unit by unit, then persistent buffers. A tied parameter comes as
-    one tensor under each name. A tensor is a view of its bucket, which lives as long as
-    one of its tensors. Read it on the stream on which you iterate; another one waits
-    for that stream first, and takes ``tensor.record_stream``. Every rank has to iterate
-    to the end.
+    They are what ``state_dict()`` holds after the last optimizer step: parameters unit
+    by unit, then persistent buffers; a tied one under each name. A tensor is a view of
+    its bucket, which lives as long as one of its tensors. Read it on the stream on
+    which you iterate; another one waits for that stream first, and takes
+    ``tensor.record_stream``. Every rank has to iterate to the end.
 
     Args:
         model: A module that is or holds fully sharded modules, or a part of a unit.
-        max_bytes: Bytes of a bucket; a larger tensor is a bucket of its own. Device
-            memory holds the shards and two buckets (``stream_plan``), if the caller
-            keeps no tensor.
+        max_bytes: Bytes of a bucket's tensors; a larger one is a bucket of its own.
+            Device memory holds the shards and two buckets (``stream_plan``), if the
+            caller keeps no tensor.
         names: Only these tensors, in the order of the model. Default: all.
         dtype: Cast tensors of floating point to it, before they are sent.
         ranks: Only these global ranks receive, and for them the ranks whose parts
@@ -156,12 +156,12 @@ def stream_full(
 
     Collective: per bucket an all-reduce of an integer over each group of the units, and
         an all-gather over each shard group; of a unit above ``max_bytes`` a broadcast
-        per tensor and rank with elements; with ``ranks`` an exchange; per joined tensor
-        an all-gather.
+        per tensor and rank with elements; with ``ranks`` an exchange for each; per
+        joined tensor an all-gather.
     Raises: PhaseError, inside forward, backward or ``unshard_params``, from these in
         the loop, and after an optimizer step there; DesyncError, if another rank leaves
         before the end; CompositionError, for ``names`` that do not exist, and for
-        experts that are no DTensors (``expert_mesh``).
+        experts that are no DTensors (``expert_mesh``); ValueError.
 
     >>> for name, tensor in stream_full(model, dtype=torch.bfloat16):
     ...     print(name, tuple(tensor.shape))
@@ -176,11 +176,15 @@ def stream_full(
                 f"stream_full: {state.title} is on meta and has no values yet. Load or "
                 "initialize the model first."
             )
-    decide = _usable(max_bytes, names, dtype, ranks, tensor_parallel)
-    told = tuple(f"{k}={v}" for k, v in decide.items())
-    call = Call("stream_full", states[0].title, told)
-    is_told = ranks is None or dist.get_rank() in decide["ranks"]
-    return _stream(states, partial(stream_plan, model, **decide), call, is_told)
+    how: dict[str, Any] = {
+        "max_bytes": max_bytes,
+        "names": None if names is None else tuple(names),
+        "dtype": dtype,
+        "ranks": None if ranks is None else tuple(ranks),
+        "tensor_parallel": tensor_parallel,
+    }
+    stream_plan(model, **how)  # to refuse before any rank waits
+    return _stream(model, states, how)
 
 
 def stream_plan(
@@ -200,13 +204,21 @@ def stream_plan(
     >>> len(plan.buckets), plan.peak_nbytes
     (1, 240)
     """
-    decide = _usable(max_bytes, names, dtype, ranks, tensor_parallel)
+    every, modes = range(dist.get_world_size()), ("whole", "local")
+    for name, given, wanted, is_right in (
+        ("dtype", dtype, "a torch.dtype", isinstance(dtype, torch.dtype | None)),
+        ("ranks", ranks, f"some of {every}", {*(ranks or ())}.issubset(every)),
+        ("tensor_parallel", tensor_parallel, modes, tensor_parallel in modes),
+    ):
+        if not is_right:
+            raise ValueError(f"{name} is {given!r}; expected {wanted}.")
     states = units_with_parts(model, "stream_plan")
     joins = tensor_parallel == "whole"
     buckets: list[list[Entry]] = []
     room = extra = 0
-    for unit in entries_of(states, model, decide["names"], dtype, joins=joins):
-        # A unit that fits stays together: its regions are gathered as they lie.
+    for unit in entries_of(states, model, names, dtype, joins=joins):
+        # A unit that fits stays together: its regions are gathered as they lie. Without
+        # padding, which ranks of tensor parallelism may have otherwise.
         fits = sum(entry.nbytes for entry in unit) <= max_bytes
         for part in [unit] if fits else [[entry] for entry in unit]:
             size = sum(entry.nbytes for entry in part)
@@ -219,111 +231,65 @@ def stream_plan(
         sizes = [(e.part_nbytes, [g.size() for g in e.over]) for e in unit if e.over]
         extra = max([extra, *((prod(over) + 1) * part for part, over in sizes)])
     flag = torch.int32.itemsize if _groups(states) else 0
-    made = tuple(_bucket(each, max_bytes, decide["ranks"]) for each in buckets)
+    made = tuple(_bucket(each, ranks) for each in buckets)
     return StreamPlan(made, max(flag, extra))
 
 
-def _usable(
-    max_bytes: float, names: Any, dtype: object, ranks: Any, tensor_parallel: str
-) -> dict[str, Any]:
-    """Return the arguments that ranks compare. Raises: ValueError, naming a bad one."""
-    every = set(range(dist.get_world_size()))
-    ranks = tuple(ranks) if isinstance(ranks, Iterable) else ranks
-    are_ranks = ranks is None or (isinstance(ranks, tuple) and every.issuperset(ranks))
-    modes = ("whole", "local")
-    for name, given, wanted, is_right in (
-        ("max_bytes", max_bytes, "a positive number", max_bytes > 0),
-        ("names", names, "a list of names", not isinstance(names, str)),
-        ("dtype", dtype, "a torch.dtype", isinstance(dtype, torch.dtype | None)),
-        ("ranks", ranks, f"global ranks below {len(every)}", are_ranks),
-        ("tensor_parallel", tensor_parallel, modes, tensor_parallel in modes),
-    ):
-        if not is_right:
-            raise ValueError(f"{name} is {given!r}; expected {wanted}.")
-    return {
-        "max_bytes": max_bytes,
-        "names": None if names is None else tuple(names),
-        "dtype": dtype,
-        "ranks": ranks,
-        "tensor_parallel": tensor_parallel,
-    }
-
-
-def _bucket(
-    entries: list[Entry], max_bytes: int, ranks: Sequence[int] | None
-) -> Bucket:
-    """Cut ``entries`` into pieces: whole regions, if there is room for padding."""
+def _bucket(entries: list[Entry], ranks: Sequence[int] | None) -> Bucket:
+    """Return a bucket, with a piece per whole region and per tensor of others."""
     regions: dict[int, list[Entry]] = {}
     for entry in entries:
         key = id(entry if entry.ref is None else entry.ref.region)
         regions.setdefault(key, []).append(entry)
     pieces: list[_Piece] = []
-    room = max_bytes - sum(entry.nbytes for entry in entries)
     for each in regions.values():
-        if (ref := each[0].ref) is not None:
-            layout, item = ref.region.layout, each[0].dtype.itemsize
-            more = layout.padded_numel * item - sum(e.part_nbytes for e in each)
-            if len(each) == len(layout.parameters) and more <= room:
-                pieces.append(_Piece(each, 0, layout.padded_numel, ranks))
-                room -= more
-                continue
-        pieces += [_Piece([e], e.offset, e.offset + prod(e.part), ranks) for e in each]
+        layout = None if each[0].ref is None else each[0].ref.region.layout
+        if layout is not None and len(each) == len(layout.parameters):
+            pieces.append(_Piece(each, 0, layout.padded_numel, ranks))
+        else:
+            ends = [(e, e.offset, e.offset + prod(e.part)) for e in each]
+            pieces += [_Piece([e], start, stop, ranks) for e, start, stop in ends]
     names = tuple(name for entry in entries for name in entry.names)
-    nbytes = sum(piece.nbytes for piece in pieces)
-    return Bucket(names, nbytes, sum(piece.sent_nbytes for piece in pieces), pieces)
+    sent = sum(piece.sent_nbytes for piece in pieces)
+    return Bucket(names, sum(p.nbytes for p in pieces), sent, entries, pieces)
 
 
 Sent = list[tuple[Operation | None, Tensor]]
 """Collectives, and what has to live until they have ended."""
-Together = dict[dist.ProcessGroup, list[tuple[Tensor, Tensor]]]
-"""By group, the buffers that an all-gather fills, and this rank's parts of them."""
-
-
-def _send(piece: _Piece, full: Tensor, together: Together) -> Sent:
-    """Begin to gather into ``full``, or leave it to ``together``."""
-    ref = piece.entries[0].ref
-    if ref is None:
-        if full.numel():
-            full.copy_(local_of(piece.entries[0].source).reshape(-1))
-        return []
-    group, (own, numels) = ref.handle.groups.shard, piece.own(ref)
-    if ref.handle.layout.offload:
-        # On the host: from there torch casts in more memory of the device.
-        own = own.to(full.dtype)
-    sent: Sent = []
-    if group is not None and piece.ranks is not None:
-        own, none = own.to(full), [0] * len(numels)
-        for target, rank in enumerate(dist.get_process_group_ranks(group)):
-            if piece.receives(rank):
-                is_here, ours = target == group.rank(), [*none]
-                ours[target] = own.numel()
-                sizes, into = (numels, full) if is_here else (none, full[:0])
-                both = sizes, ours
-                work = collectives.all_to_all(into, own, both, group, async_op=True)
-                sent.append((work, own))
-    elif full.numel():
-        parts = torch.split(full, numels)
-        # Casts, and copies from the host; the gather is in place.
-        parts[ref.region.rank].copy_(own)
-        if group is not None and len(set(numels)) == 1:
-            together.setdefault(group, []).append((full, parts[ref.region.rank]))
-        elif group is not None:
-            for rank in [rank for rank, numel in enumerate(numels) if numel]:
-                part = parts[rank]
-                work = collectives.broadcast(part, group, rank=rank, async_op=True)
-                sent.append((work, part))
-    return sent
 
 
 @torch.no_grad()
 def _gather(
-    pieces: Sequence[_Piece], buffers: Sequence[Tensor]
+    bucket: Bucket, buffers: Sequence[Tensor]
 ) -> Callable[[], dict[str, Tensor]]:
     """Begin to gather; return what waits and gives the tensors that arrive here."""
     sent: Sent = []
-    together: Together = {}
-    for piece, full in zip(pieces, buffers, strict=True):
-        sent += _send(piece, full, together)
+    together: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor]]] = {}
+    homes: dict[int, tuple[_Piece, Tensor]] = {}
+    for piece, full in zip(bucket._pieces, buffers, strict=True):
+        homes |= {id(entry): (piece, full) for entry in piece.entries}
+        ref = piece.entries[0].ref
+        if ref is None:
+            if full.numel():
+                full.copy_(local_of(piece.entries[0].source).reshape(-1))
+            continue
+        group, (own, numels) = ref.handle.groups.shard, piece.own(ref)
+        if ref.handle.layout.offload:
+            # On the host: from there torch casts in more memory of the device.
+            own = own.to(full.dtype)
+        if group is not None and piece.ranks is not None:
+            sent += _exchange(piece, own.to(full), full, numels, group)
+        elif full.numel():
+            parts = torch.split(full, numels)
+            # Casts, and copies from the host; the gather is in place.
+            parts[ref.region.rank].copy_(own)
+            if group is not None and len(set(numels)) == 1:
+                together.setdefault(group, []).append((full, parts[ref.region.rank]))
+            elif group is not None:
+                for rank in [rank for rank, numel in enumerate(numels) if numel]:
+                    part = parts[rank]
+                    work = collectives.broadcast(part, group, rank=rank, async_op=True)
+                    sent.append((work, part))
     for group, pairs in together.items():
         wholes, shards = zip(*pairs, strict=True)
         work = collectives.all_gather_flat(wholes, shards, group, async_op=True)
@@ -336,34 +302,62 @@ def _gather(
             operation.wait()
         sent.clear()
         found: dict[str, Tensor] = {}
-        for piece, full in zip(pieces, buffers, strict=True):
-            for entry in piece.entries if piece.receives(dist.get_rank()) else ():
+        # In an order that ranks of other regions share.
+        for entry in bucket._entries:
+            piece, full = homes[id(entry)]
+            if piece.receives(dist.get_rank()):
                 at = entry.offset - piece.start
                 part = full.narrow(0, at, prod(entry.part)).view(entry.part)
                 found |= dict.fromkeys(entry.names, entry.whole(part))
         return found
 
     # Now, and not when the caller asks: a rank that has left would be missing.
-    if any(entry.over for piece in pieces for entry in piece.entries):
+    if any(entry.over for entry in bucket._entries):
         found = finish()
         return lambda: found
     return finish
 
 
+def _exchange(
+    piece: _Piece, own: Tensor, full: Tensor, numels: list[int], group: Any
+) -> Sent:
+    """Begin to send this rank's part to those that receive, one after another."""
+    sent: Sent = []
+    for target, rank in enumerate(dist.get_process_group_ranks(group)):
+        if piece.receives(rank):
+            is_here, none = target == group.rank(), [0] * len(numels)
+            sizes = numels if is_here else none, [*none]
+            sizes[1][target] = own.numel()
+            into = full if is_here else full[:0]
+            work = collectives.all_to_all(into, own, sizes, group, async_op=True)
+            sent.append((work, own))
+    return sent
+
+
 def _stream(
-    states: Sequence[_FSDPState],
-    plan: Callable[[], StreamPlan],
-    call: Call,
-    is_told: bool,
+    model: nn.Module, states: Sequence[_FSDPState], how: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Do as ``stream_full``; without ``is_told`` only help the others."""
+    """Do as ``stream_full``; on a rank that does not receive, only help the others."""
     groups, device = _groups(states), states[0].handle.layout.device
+    is_told = how["ranks"] is None or dist.get_rank() in how["ranks"]
+    told = tuple(f"{k}={v}" for k, v in how.items())
     waiting: deque[tuple[tuple[str, ...], Callable[[], dict[str, Tensor]]]] = deque()
     with _summoned(states, rank0_only=False, what="stream_full"):
+        call = Call("stream_full", states[0].title, told)
         meet_over(states, call, replicas=True, always=False)
         for state in states:
             compare_models(state, replicas=True)
         versions = [shard_versions(state.handle) for state in states]
+
+        def agree() -> None:
+            rank = failed_rank(groups, device)
+            if rank is not None:
+                raise DesyncError(
+                    f"Rank {rank} left stream_full of {states[0].title} before its end "
+                    "(a break, an exception, or close()), so it ends on this rank, "
+                    f"too. Look at the error of rank {rank}, or take all tensors on "
+                    "every rank and choose them by names=[...]."
+                )
 
         def begin() -> None:
             if [shard_versions(state.handle) for state in states] != versions:
@@ -372,19 +366,17 @@ def _stream(
                     "loop over stream_full, so what follows would be newer than what "
                     "came. Step the optimizer behind the loop."
                 )
-            bucket, here = left.popleft(), dist.get_rank()
+            bucket = left.popleft()
             # Memory before the ranks agree: who raises here is not waited for.
             buffers = [
-                memory.new_buffer(
-                    (p.stop - p.start) * p.receives(here), p.dtype, device
-                )
-                for p in bucket._pieces
+                memory.new_buffer(each.numel, each.entries[0].dtype, device)
+                for each in bucket._pieces
             ]
-            _agree(states)
-            waiting.append((bucket.names, _gather(bucket._pieces, buffers)))
+            agree()
+            waiting.append((bucket.names, _gather(bucket, buffers)))
 
         try:
-            left = deque(plan().buckets)
+            left = deque(stream_plan(model, **how).buckets)
             while left or waiting:
                 if not waiting:
                     begin()
@@ -396,7 +388,7 @@ def _stream(
                     # The loop of the caller has let go of the bucket before.
                     if left and not waiting:
                         begin()
-            _agree(states)
+            agree()
         except (DesyncError, CollectiveError):
             raise
         except BaseException:
@@ -410,15 +402,3 @@ def _stream(
 def _groups(states: Iterable[_FSDPState]) -> list[dist.ProcessGroup]:
     """Return the groups that reach all ranks of the units in turn."""
     return list(dict.fromkeys(group for state in states for group in _route(state)))
-
-
-def _agree(states: Sequence[_FSDPState]) -> None:
-    """Raise DesyncError, on all ranks, if a rank has left the iteration."""
-    rank = failed_rank(_groups(states), states[0].handle.layout.device)
-    if rank is not None:
-        raise DesyncError(
-            f"Rank {rank} left stream_full of {states[0].title} before its end (a "
-            "break, an exception, or close()), so it ends on this rank, too. Look at "
-            f"the error of rank {rank}, or take all tensors on every rank and choose "
-            "them by names=[...]."
-        )

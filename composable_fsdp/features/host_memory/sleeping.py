@@ -15,13 +15,10 @@ the way back takes new ones, before a graph is captured.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -44,39 +41,21 @@ from composable_fsdp.flat.gradients import (
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.phases import Phase, Residency
+from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.recover import settle_tree
 from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.tools.storages import parts_of
 from composable_fsdp.tree.root import meet_over, outermost
-from composable_fsdp.tree.state import RuntimeContext, Summon, _FSDPState
+from composable_fsdp.tree.state import RuntimeContext, Summon
 from composable_fsdp.tree.traversal import require_module
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
+Shown = tuple[str, Tensor, int, Tensor]
+"""Name, tensor that shows empty data, version, and its true data."""
+_CPU = torch.device("cpu")
 _WHY = (
     "while {} sleeps in host memory. Call composable_fsdp.features.wake(model) before."
 )
-
-
-@dataclass(eq=False)
-class _Asleep:
-    """What a call of ``sleep`` took away."""
-
-    contexts: list[RuntimeContext]
-    states: list[_FSDPState]
-    intact: list[FlatParameter]
-    """Regions whose gradients are views of the flat gradient."""
-    shown: list[tuple[str, Tensor, int, Tensor]]
-    """Name, tensor that shows empty data, version, and its true data."""
-    stored: list[tuple[torch.UntypedStorage, Tensor]]
-    """Storage, and its bytes on the host ``(nbytes,)``."""
-    allow: list[Callable[[], object]]
-    """Let the optimizers step, and give state dicts and copies, again."""
-
-
-# The record itself is with the tree, and goes with a model that is dropped asleep.
-_kept: WeakKeyDictionary[RuntimeContext, dict[int, list[Tensor]]] = WeakKeyDictionary()
-"""Host memory of earlier sleeps, by size: pinning takes longer than the copy."""
 
 
 @torch.inference_mode(False)
@@ -87,20 +66,19 @@ def sleep(
     """Move parameters, gradients, buffers and states to the host, until ``wake``.
 
     Afterwards the model holds no device memory, for an inference engine to use. Each
-    storage has a pinned host buffer, kept for the next sleep. A forward, a step, a
-    save or a state dict is an error meanwhile, and parameters show no elements. On the
-    CPU the same happens in ordinary memory. With ``CPUOffload`` the shards stay.
+    storage has a pinned host buffer, which torch keeps for the next sleep. A forward, a
+    step, a save or a state dict is an error meanwhile, and parameters show no elements.
+    On the CPU the same happens in ordinary memory. With ``CPUOffload`` the shards stay.
 
     Args:
         model: holds fully sharded modules, on either path, with all its units.
         optimizer: one or several, whose states go along. Default None.
         keep: "none" drops the gradients. Default "gradients": they come back.
 
-    Collective: none; ranks sleep each by itself, but for units that are full or keep
-        values beside their shards (ZERO1, ZERO2, HFSDP): all ranks meet in the store.
+    Collective: none; all ranks meet in the store.
     Raises: CompositionError, without a unit; PhaseError, inside a step or block, while
         gradients wait for a reduction, or if the model sleeps; ValueError; DesyncError,
-        if a rank does not come to such a meeting.
+        if a rank does not come.
 
     >>> sleep(model, optimizer)
     >>> wake(model)
@@ -109,25 +87,33 @@ def sleep(
     if keep not in ("gradients", "none"):
         raise ValueError(f"sleep(keep=...) expects 'gradients' or 'none', got {keep!r}")
     handles = [state.handle for state in states]
-    _meet_holders(states)
+    # A rank that sleeps alone would alone gather again what all ranks hold now.
+    meet_over(states, Call("sleep", states[0].title))
     trees = {settle_tree(top, "sleep"): top for top in map(outermost, states)}
     _settle(trees, handles)
     regions = [region for handle in handles for region in handle.layout.regions]
     if keep == "none":
-        _drop_gradients(model, handles)
+        for leaf in chain(model.parameters(), *(region.graded for region in regions)):
+            leaf.grad = None
+        for handle in handles:
+            free_cleared(handle)
     several = optimizer if isinstance(optimizer, Iterable) else [optimizer]
     # Of a wrapper the one inside.
     optims = [getattr(each, "optimizer", each) for each in several if each is not None]
     devices = {handle.layout.device for handle in handles}
-    shown = _shown(_tensors(model, regions, optims), devices)
+    shown = _shown(model, regions, optims, devices)
     # Side streams may still write what the current stream copies.
     _synchronize(devices)
-    kept = _kept.setdefault(next(iter(trees)), defaultdict(list))
-    stored = _copied(dict.fromkeys(data.untyped_storage() for *_, data in shown), kept)
+    stored = []
+    for storage in dict.fromkeys(data.untyped_storage() for *_, data in shown):
+        nbytes, pinned = storage.nbytes(), storage.device.type == "cuda"
+        host = memory.new_buffer(nbytes, torch.uint8, _CPU, pinned=pinned)
+        home = host.untyped_storage()
+        stored.append((storage, home.copy_(storage, non_blocking=True)))
     _synchronize(devices)
-    found = _Asleep(
-        list(trees), states, list(filter(views_are_intact, regions)), shown, stored, []
-    )
+    intact = [*filter(views_are_intact, regions)]
+    allow: list[Callable[[], object]] = []
+    bring = partial(_bring, [*trees], handles, intact, shown, stored, allow)
     # From here on nothing allocates, and nothing fails.
     for handle in handles:
         _free_buffers(handle)
@@ -137,27 +123,17 @@ def sleep(
     for storage, _ in stored:
         storage.resize_(0)
     for context, state in trees.items():
-        context.summoned = Summon(state, rank0_only=False, why=_WHY, record=found)
+        context.summoned = Summon(state, rank0_only=False, why=_WHY, record=bring)
     for optim in optims:
         # ``copy.deepcopy`` and ``pickle`` ask the object, and would copy empty states.
         vars(optim)["__reduce_ex__"] = partial(_refuse, optim)
-        found.allow += [
+        allow += [
             partial(vars(optim).pop, "__reduce_ex__", None),
-            optim.register_step_pre_hook(_refuse).remove,
             optim.register_state_dict_pre_hook(_refuse).remove,
             optim.register_load_state_dict_pre_hook(_refuse).remove,
         ]
     # The allocator of torch would keep the memory from other libraries and processes.
     _synchronize(devices, empty=True)
-
-
-def _drop_gradients(model: nn.Module, handles: list[FlatParamHandle]) -> None:
-    """Clear all gradients, and free those of units."""
-    regions = chain.from_iterable(handle.layout.regions for handle in handles)
-    for leaf in chain(model.parameters(), *(region.graded for region in regions)):
-        leaf.grad = None
-    for handle in handles:
-        free_cleared(handle)
 
 
 @torch.inference_mode(False)
@@ -182,7 +158,7 @@ def wake(model: nn.Module, optimizer: Optimizers = None) -> None:
     found = dict.fromkeys(mark.record for mark in marks if mark and mark.record)
     if not found:
         raise PhaseError("wake was called on a model that is awake. Call sleep before.")
-    lost = [name for record in found for name in _wake(record)]
+    lost = [name for bring in found for name in bring()]
     if lost:
         raise PhaseError(
             f"Of a model that slept {listed(lost)} were written to or replaced; this "
@@ -208,19 +184,6 @@ def released(
         wake(model)
 
 
-def _meet_holders(states: list[_FSDPState]) -> None:
-    """Wait for the ranks that share units with full parameters or values at rest."""
-    # A rank that sleeps alone would alone gather again what all ranks hold now.
-    holding = [
-        state
-        for state in states
-        if state.handle.layout.plan.keeps_values
-        or state.handle.residency is not Residency.SHARDED
-    ]
-    if holding:
-        meet_over(holding, Call("sleep", holding[0].title))
-
-
 def _settle(trees: Iterable[RuntimeContext], handles: list[FlatParamHandle]) -> None:
     """End the reductions, and leave the slots of arenas."""
     for context in trees:
@@ -240,89 +203,69 @@ def _settle(trees: Iterable[RuntimeContext], handles: list[FlatParamHandle]) -> 
                 slot.leave()
 
 
-def _tensors(
-    model: nn.Module, regions: list[FlatParameter], optims: list[Optimizer]
-) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield names and tensors of what is to sleep; a tensor may come again."""
-    named = [(quoted(name), p) for name, p in model.named_parameters()]
-    flats = [("a flat parameter", r.flat) for r in regions if r.flat is not None]
-    for name, parameter in chain(named, flats):
-        yield name, parameter
-        yield f"the gradient of {name}", parameter.grad
-    for name, buffer in model.named_buffers():
-        yield quoted(name), buffer
-    for optim in optims:
-        for value in _pytree.tree_leaves(list(optim.state.values())):
-            yield f"state of {type(optim).__name__}", value
-    # What no leaf shows: padding, and gradients that ``zero_grad`` has cleared.
-    for region in regions:
-        yield "a shard", region.shard
-        yield "a flat gradient", region.gradient.shard
-
-
 def _shown(
-    named: Iterable[tuple[str, Any]], devices: set[torch.device]
-) -> list[tuple[str, Tensor, int, Tensor]]:
-    """Return ``_Asleep.shown`` for what has memory on one of ``devices``."""
-    found: dict[int, tuple[str, Tensor, int, Tensor]] = {}
+    model: nn.Module,
+    regions: list[FlatParameter],
+    optims: list[Optimizer],
+    devices: set[torch.device],
+) -> list[Shown]:
+    """Return the tensors that are to sleep, each once."""
+    named: list[tuple[str, Any]] = []
+    named += [(quoted(name), p) for name, p in model.named_parameters()]
+    named += [("a flat parameter", r.flat) for r in regions if r.flat is not None]
+    named += [(f"the gradient of {name}", p.grad) for name, p in named]
+    named += [(quoted(name), buffer) for name, buffer in model.named_buffers()]
+    for optim in optims:
+        values = _pytree.tree_leaves(list(optim.state.values()))
+        named += [(f"state of {type(optim).__name__}", value) for value in values]
+    # What no leaf shows: padding, and gradients that ``zero_grad`` has cleared.
+    named += [("a shard", region.shard) for region in regions]
+    named += [("a flat gradient", region.gradient.shard) for region in regions]
+    found: dict[int, Shown] = {}
     for name, value in named:
         for part in parts_of(value) if isinstance(value, Tensor) else ():
-            if part.device not in devices or not part.numel():
-                continue
             # Memory of another library, as of numpy, is not ours to free.
-            if part.layout is torch.strided and part.untyped_storage().resizable():
+            here = part.device in devices and part.layout is torch.strided
+            if here and part.numel() and part.untyped_storage().resizable():
                 version = -1 if part.is_inference() else part._version
                 found.setdefault(id(part), (name, part, version, part.data))
     return list(found.values())
 
 
-def _copied(
-    storages: Iterable[torch.UntypedStorage], kept: dict[int, list[Tensor]]
-) -> list[tuple[torch.UntypedStorage, Tensor]]:
-    """Copy to the host, into memory of an earlier sleep if there is."""
-    stored, cpu = [], torch.device("cpu")
-    for storage in storages:
-        nbytes, pinned = storage.nbytes(), storage.device.type == "cuda"
-        host = kept[nbytes].pop() if kept[nbytes] else None
-        if host is None:
-            host = memory.new_buffer(nbytes, torch.uint8, cpu, pinned=pinned)
-        stored.append((storage, host.copy_(_bytes_of(storage), non_blocking=True)))
-    return stored
+def _bring(
+    contexts: list[RuntimeContext],
+    handles: list[FlatParamHandle],
+    intact: list[FlatParameter],
+    shown: list[Shown],
+    stored: list[tuple[torch.UntypedStorage, torch.UntypedStorage]],
+    allow: list[Callable[[], object]],
+) -> list[str]:
+    """Bring back what ``sleep`` took; return the names of what has changed meanwhile.
 
-
-def _wake(found: _Asleep) -> list[str]:
-    """Bring back a record; return the names of what has changed meanwhile."""
-    stored, devices = found.stored, {storage.device for storage, _ in found.stored}
-    try:
-        for storage, host in stored:
-            storage.resize_(host.nbytes)
-    except RuntimeError:
-        for storage, _ in stored:
-            storage.resize_(0)
-        raise
+    ``intact`` are regions whose gradients are views of the flat gradient; ``stored``
+    are storages with those on the host; ``allow`` opens the optimizers.
+    """
+    # All memory first: without enough torch raises, and the model sleeps on.
     for storage, host in stored:
-        _bytes_of(storage).copy_(host, non_blocking=True)
+        storage.resize_(host.nbytes())
+    for storage, host in stored:
+        storage.copy_(host, non_blocking=True)
     memory.note_move()
     lost = []
-    for name, tensor, version, data in found.shown:
+    for name, tensor, version, data in shown:
         if tensor.numel() or (version >= 0 and tensor._version != version):
             lost.append(name)
         tensor.data = data
-    for state in found.states:
-        handle = state.handle
+    for handle in handles:
         handle.writes.memory = leaf_memory(handle.layout)
         handle.phase = Phase.IDLE
         NO_STEPS.pop(handle, None)
-    for region in found.intact:
+    for region in intact:
         region.gradient.places = places_of(region)
-    # Before the host memory is used again.
-    _synchronize(devices)
-    for context in found.contexts:
+    for context in contexts:
         context.summoned = None
-    for _, host in stored:
-        _kept[found.contexts[0]][host.nbytes].append(host)
-    for allow in found.allow:
-        allow()
+    for each in allow:
+        each()
     return lost
 
 
@@ -336,11 +279,6 @@ def _free_buffers(handle: FlatParamHandle) -> None:
     for region in handle.layout.trainable:
         memory.free(region.reduce.buffer)
     handle.reduction.home = None
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return a storage as a tensor of bytes ``(nbytes,)``."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _synchronize(devices: Iterable[torch.device], *, empty: bool = False) -> None:

@@ -7,6 +7,7 @@ All ranks send the same in a call, whether or not they run the module::
 
 The engine runs nodes of the graph from the youngest to the oldest, so two nodes have
 the mirrored place on all ranks. Units are full in between: checkpoints may recompute.
+The logs of their order are off, because ranks that run nothing use nothing.
 """
 
 from __future__ import annotations
@@ -77,7 +78,13 @@ def call_where(module: nn.Module, used: bool, *args: Any, **kwargs: Any) -> Any:
     >>> fully_shard(Seeing())(torch.ones(2, 4)).shape
     torch.Size([2, 1])
     """
-    state = _unit_of(module)
+    require_module(module, "call_where")
+    state = OWNERS.get(inside_wrappers(module))
+    if state is None or state.modules != (inside_wrappers(module),):
+        raise CompositionError(
+            f"call_where expects a fully sharded module, got a {type(module).__name__} "
+            "that is no unit by itself. Apply fully_shard to it, or pass one that is."
+        )
     context, recomputing = state.context, current_task() != NO_TASK
     if context is None or not (recomputing or context.entered not in (None, state)):
         raise PhaseError(
@@ -98,18 +105,6 @@ def call_where(module: nn.Module, used: bool, *args: Any, **kwargs: Any) -> Any:
     return call.run(run, taped=taped, recomputing=recomputing)
 
 
-def _unit_of(module: nn.Module) -> _FSDPState:
-    """Return the unit that is ``module`` alone, or raise CompositionError."""
-    require_module(module, "call_where")
-    state = OWNERS.get(inside_wrappers(module))
-    if state is None or state.modules != (inside_wrappers(module),):
-        raise CompositionError(
-            f"call_where expects a fully sharded module, got a {type(module).__name__} "
-            "that is no unit by itself. Apply fully_shard to it, or pass one that is."
-        )
-    return state
-
-
 class _Call(GradientOrder):
     """A call on this rank, and the order of the units inside: no rank compares it."""
 
@@ -121,13 +116,13 @@ class _Call(GradientOrder):
         below.update(each for each in units if each.parent in below)
         self.states = [each for each in units if each in below]
         self.forms: list[Any] = []
-        self.waiting: list[_FSDPState] = []  # for their reduction, the next one last
         ahead = [(*s.ahead_in_forward, *s.ahead_in_backward) for s in self.states]
-        slots = [s.handle.form.slot for s in self.states if s.handle.form.slot]
         if isinstance(self.outer, _Call):
             raise self.refused("is inside that of a module that it is not below.")
-        if not below.issuperset(chain(*ahead)) or len(set(slots)) < len(slots):
-            raise self.refused("would prefetch other units, or share Arena slots.")
+        if not below.issuperset(chain(*ahead)):
+            raise self.refused(
+                "would prefetch other units. Leave them out of the list."
+            )
         if any(s.handle in self.outer.graphs for s in self.states):
             raise self.refused(_PLAIN)
 
@@ -160,7 +155,8 @@ class _Call(GradientOrder):
     def gather(self, phase: Phase) -> None:
         """Issue the gathers of all units, and keep them until ``kept`` is false."""
         for at, state in enumerate(self.states):
-            handle, handle.phase = state.handle, phase
+            handle = state.handle
+            handle.phase, handle.logs = phase, NO_LOGS
             if not self.forms and state.precision is not None:
                 precision.select_forward_form(self.context, state, state.module)
             elif self.forms and handle.form is not self.forms[at]:
@@ -172,18 +168,14 @@ class _Call(GradientOrder):
 
     def run(self, run: Callable[[], Any], *, taped: bool, recomputing: bool) -> Any:
         """Call ``run`` with full units; a recomputed forward leaves them so."""
-        logs = [state.handle.logs for state in self.states]
         try:
-            for state in self.states:
-                state.handle.logs = NO_LOGS
             self.gather(BACKWARD_PRE if recomputing else FORWARD)
             return self.marked(run) if taped else run()
         finally:
             self.context.order = self.outer
-            # First, because the wait for a unit may raise.
-            for state, log in zip(self.states, logs, strict=True):
-                state.handle.logs = log
-                if not recomputing:
+            if not recomputing:
+                # First, because the wait for a unit may raise.
+                for state in self.states:
                     state.handle.kept_for_backward, state.remaining = False, frozenset()
             for state in self.states:
                 handle = state.handle
@@ -243,7 +235,6 @@ class _Call(GradientOrder):
             raise self.refused(_PLAIN)
         self.outer.issue_until(self.context, self.place - 1)
         self.gather(BACKWARD_PRE)
-        self.waiting = [s for s in self.states if s.handle.layout.trainable]
         return torch.zeros_like(token), *gradients[1:]
 
     def reach(self, context: RuntimeContext, *_: object) -> None:
@@ -252,34 +243,27 @@ class _Call(GradientOrder):
             raise self.refused("holds a checkpoint. Use use_reentrant=False.")
 
     def reduce(self, context: RuntimeContext, handle: FlatParamHandle) -> None:
-        """Reduce units that backward is through with, last to first; at the end all."""
-        while self.waiting:
-            state, unit = self.waiting[-1], self.waiting[-1].handle
-            at, logs = unit.backward, unit.logs
-            through = at.task == current_task() and at.open_calls == at.pending == 0
-            if context.order is self and not through:
-                return
-            self.waiting.pop()
+        """Do nothing: other ranks may not run the unit, and ``leave`` reduces it."""
+
+    def leave(self, *_: object) -> None:
+        """Reduce the units, last to first, and give all of them up."""
+        context = self.context
+        context.order = self.outer
+        for state in reversed(self.states):
+            unit = state.handle
+            if not unit.layout.trainable:
+                continue
             unit.reduction.due = True
             reduce.copy_grads_to_reduce_buffers(context, unit)
             zero_missing(unit)
             for region in unit.layout.trainable:
                 region.reduce.arrived[:] = bytes(map(trains_of, region.leaves))
-            unit.logs = NO_LOGS
-            try:
-                if state.settings.sync_gradients:
-                    reduce.reduce_gradients(context, unit)
-            finally:
-                unit.logs = logs
-
-    def leave(self, *_: object) -> None:
-        """Reduce the units that are left, and give all of them up."""
-        self.context.order = self.outer
-        self.reduce(self.context, self.states[0].handle)
+            if state.settings.sync_gradients:
+                reduce.reduce_gradients(context, unit)
         for state in self.states:
             handle, reshards = state.handle, state.settings.reshard_after_backward
             unshard.wait_unsharded(handle)
-            unshard.end_use(self.context, handle, reshards, kept=False)
+            unshard.end_use(context, handle, reshards, kept=False)
             if handle.backward.task == NO_TASK:
                 handle.phase = IDLE
 
