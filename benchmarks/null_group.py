@@ -40,7 +40,7 @@ from composable_fsdp.access import norms
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.comm.store_names import AgreedName
-from composable_fsdp.features.guard.meetings import History
+from composable_fsdp.features.guard import meetings
 
 BACKEND = "null"
 
@@ -164,7 +164,7 @@ def null_world(world_size: int) -> Iterator[None]:
 def met_in_store() -> Iterator[None]:
     """Take the other ranks to answer in the key-value store."""
     # A second model in the group departs from the order of the first.
-    met = mock.patch.object(History, "gather")
+    met = mock.patch.object(meetings, "meet_ranks")
     with met, mock.patch.object(AgreedName, "step", _name):
         yield
 

@@ -24,7 +24,7 @@ from composable_fsdp import unshard_params
 from composable_fsdp.comm import agreement
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import operation_logs
-from composable_fsdp.features.guard import order, order_log
+from composable_fsdp.features.guard import meetings, order_log
 from property_tests import program_actions, program_states
 from property_tests.program_examples import actions
 from property_tests.program_recipes import Options, Part, Program
@@ -128,9 +128,9 @@ def _tables(each: object) -> list[Any]:
     """The tables of ``each`` that steps fill, none beyond its bound."""
     tables: list[tuple[Any, int]] = []
     kind = type(each)  # ``isinstance`` asks some objects of torch, which warn
-    if kind is order.Order:
-        assert isinstance(each, order.Order)
-        tables = [(each.events, order.MOST_EVENTS)]
+    if kind is meetings.Order:
+        assert isinstance(each, meetings.Order)
+        tables = [(each.events, meetings.MOST_EVENTS)]
     elif kind is order_log.OrderLog:
         assert isinstance(each, order_log.OrderLog)
         tables = [(each._records, order_log._MOST_MODES)]
@@ -142,7 +142,7 @@ def _tables(each: object) -> list[Any]:
 def _held_by_tables(objects: Sequence[object]) -> set[int]:
     """Ids of what is in a table of bounded size, which takes thousands of steps to
     fill: no growth, however many of the objects come with each step."""
-    plain = (tuple, list, dict, Call, order_log.Record)
+    plain = (tuple, list, dict, Call)
     rest: list[object] = [table for each in objects for table in _tables(each)]
     found: set[int] = set()
     while rest:
@@ -159,7 +159,7 @@ def _keys(world: World) -> int:
     A rank tells its last operation when it has waited for seconds, as on a busy
     machine: a key per rank, at whatever step that happens first.
     """
-    store, name = agreement.key_value_store(), agreement.name_in_store(world.group)
+    store, name = agreement.key_value_store(), agreement.agreed_name(world.group).name
     places = [f"composable_fsdp/watch/{name}/last/{r}" for r in range(world.world_size)]
     return int(store.num_keys()) - sum(bool(store.check([each])) for each in places)
 

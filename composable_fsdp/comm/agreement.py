@@ -120,21 +120,13 @@ class Peers:
         return text
 
     def _key(self, place: str) -> str:
-        return (
-            f"composable_fsdp/{name_in_store(self._group.get())}/{self._topic}/{place}"
-        )
-
-
-def name_in_store(group: dist.ProcessGroup) -> str:
-    """Return a name of the group that no other processes have used in this store.
-
-    The first call waits for all ranks. Raises: DesyncError, if one does not come.
-    """
-    return agreed_name(group).agree(seconds_to_wait(group))
+        group = self._group.get()
+        name = agreed_name(group).agree(seconds_to_wait(group))
+        return f"composable_fsdp/{name}/{self._topic}/{place}"
 
 
 def agreed_name(group: dist.ProcessGroup) -> AgreedName:
-    """Return what ``name_in_store`` returns the name of; waits for no rank."""
+    """Return the name of the group, which no other processes have in this store."""
     found = _names.get(group)
     if found is None:
         ranks = dist.get_process_group_ranks(group)

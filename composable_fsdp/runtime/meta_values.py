@@ -8,6 +8,7 @@ records random numbers that were drawn into it, as if it were the whole paramete
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.param_ref import find_param, in_model_order
+from composable_fsdp.flat.param_ref import in_model_order
 from composable_fsdp.flat.value_hash import digest_of_start
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.runtime.precision import own_buffers
@@ -44,7 +45,7 @@ class _Unfilled:
             if func is torch.empty_like and not made.is_meta:
                 _mark(made)
                 if issubclass(cls, nn.Parameter):
-                    WatchedShard.watch(made, Draws(made.as_subclass(Tensor), args[0]))
+                    WatchedShard.watch(made, Draws(made.as_subclass(Tensor)))
         return made
 
 
@@ -63,38 +64,26 @@ class UnfilledParameter(_Unfilled, nn.Parameter):
 class Draws:
     """What was written into the memory of a shard."""
 
-    __slots__ = ("drawn", "name", "shape", "values")
+    __slots__ = ("drawn", "values")
 
-    def __init__(self, values: Tensor, parameter: object) -> None:
-        ref = find_param(parameter)
+    def __init__(self, values: Tensor) -> None:
         self.values = values
-        self.name = "" if ref is None else ref.name
-        self.shape = () if ref is None else ref.shape
-        """The shape of the whole parameter."""
         self.drawn = False
         """Whether random numbers were drawn, and not all were overwritten since."""
 
     def note(self, func: str, tensor: Tensor) -> None:
         """Note that ``func`` has run on ``tensor``, the shard or a view of it."""
-        if func in _RANDOM:
+        if RANDOM.fullmatch(func):
             self.drawn = True
         elif func in _OVERWRITES and tensor.numel() == self.values.numel():
             self.drawn = False
 
 
-_RANDOM = frozenset(
-    (
-        "normal_",
-        "uniform_",
-        "kaiming_uniform_",
-        "random_",
-        "bernoulli_",
-        "exponential_",
-        "log_normal_",
-        "cauchy_",
-        "geometric_",
-    )
+RANDOM = re.compile(
+    "(kaiming_|trunc_|log_)?normal_|(kaiming_)?uniform_|random_|bernoulli_|"
+    "exponential_|cauchy_|geometric_"
 )
+"""Functions that draw numbers into a tensor."""
 _OVERWRITES = frozenset(("copy_", "fill_", "zero_", "set_", "constant_"))
 
 
@@ -118,15 +107,12 @@ class WatchedShard(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
         given = (*args, *kwargs.values())
         with torch._C.DisableTorchFunctionSubclass():
             watched = [each for each in given if type(each) is cls]
-            if name == "copy_" and len(args) > 1 and watched:
-                _refuse_whole(watched[0].draws, args[0], args[1])
             made = func(*args, **kwargs)
             for each in watched:
-                each.draws.note(name, each)
+                each.draws.note(getattr(func, "__name__", ""), each)
                 # Writes through ``.data`` or a row are writes into the shard.
                 if type(made) is Tensor and _is_view(made, each):
                     cls.watch(made, each.draws)
@@ -146,19 +132,6 @@ def _is_view(made: Tensor, of: Tensor) -> bool:
     """Return whether ``made`` has the memory of ``of``."""
     mine, theirs = made.untyped_storage(), of.untyped_storage()
     return bool(mine._cdata == theirs._cdata)
-
-
-def _refuse_whole(draws: Draws, shard: Tensor, values: object) -> None:
-    """Raise PlanError if whole values are copied into a shard."""
-    # The error of torch would name neither the parameter nor a way out.
-    given = tuple(getattr(values, "shape", ()))
-    if given == draws.shape != tuple(shard.shape):
-        raise PlanError(
-            f"Parameter {quoted(draws.name)} got values {given} of the whole "
-            f"parameter, and shows this rank's part {tuple(shard.shape)}. Copy inside "
-            "of 'with unshard_params(model):', or call set_full_param(model, name, "
-            "values) or load_state_dict, on every rank."
-        )
 
 
 def watch_shards(handle: FlatParamHandle) -> None:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp.errors import FSDPError
-from composable_fsdp.features.versions import untested
 from composable_fsdp.tools.texts import installed, version
 
 BAD = 1
@@ -104,7 +103,6 @@ def _facts(given: argparse.Namespace) -> Report:
             **{name: text for name, text in built.items() if text},
             # From the metadata: importing transformers takes seconds.
             **{name: installed(name) or "not installed" for name in _PACKAGES},
-            **({"not tested on": text} if (text := untested()) else {}),
         },
         "platform": {
             "system": platform.platform(),

@@ -102,7 +102,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "the option block of unit (root): ROW on rank 0, Block.rows(2) on rank 1": {
         "block": Block.rows(2)
     },
-    "the flat buffer of parameter '0.scale' (group_by)": {"group_by": _by_kind},
+    "the flat buffer of parameter 'scale' (group_by) of unit '0'": {
+        "group_by": _by_kind
+    },
     "the option check_weights of": {"check_weights": "error"},
     "the option wire of": {"wire": Int8Wire()},
 }
@@ -122,7 +124,7 @@ SETTINGS: dict[str, Callable[[nn.Module], object]] = {
     ),
 }
 """A part of the error, and what one rank sets after sharding."""
-SHAPE = "the shape of parameter '1.scale': (8,) on rank 0, (4, 2) on rank 1"
+SHAPE = "the shape of parameter 'scale' of unit '1': (8,) on rank 0, (4, 2) on rank 1"
 
 
 def with_other_shape(*, is_changed: bool, **options: Any) -> nn.Module:

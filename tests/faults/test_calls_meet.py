@@ -32,7 +32,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm import agreement
-from composable_fsdp.features.guard.meetings import history_of
+from composable_fsdp.features.guard.meetings import order_over
 from composable_fsdp.optim import get_full_optim_state, set_full_optim_state
 from composable_fsdp.storage import export_safetensors
 from tests.support.on_ranks import on_ranks
@@ -99,7 +99,7 @@ def soon(seconds: float) -> Any:
 
 def alone(world: World, folder: Path) -> dict[str, str]:
     # What earlier tests did on these ranks is not expected here.
-    history_of(world.group).order.forget()
+    order_over([world.group]).forget()
     trained = Trained(world, folder)
     texts = {}
     for name, call in CALLS.items():
@@ -129,7 +129,7 @@ def test_a_call_of_one_rank_alone_is_told_and_sends_nothing(
 
 
 def different(world: World, folder: Path) -> list[str]:
-    history_of(world.group).order.forget()
+    order_over([world.group]).forget()
     trained, texts = Trained(world, folder), []
     with soon(20):
         for index in range(len(NAMES)):
@@ -262,6 +262,6 @@ def test_a_clip_that_one_rank_leaves_out_is_told_at_its_next_forward(
     _, text = ranks(2).run(clip_left_out)
 
     assert "this rank begins a forward of (root) in training mode" in text
-    assert "where the order of earlier rounds has clip_grad_norm_(norm_type=2" in text
+    assert "where the recorded order has: clip_grad_norm_(norm_type=2" in text
     assert "Rank 0 did not come within 0.2 s" in text
     assert "Make the same calls in the same order on every rank" in text

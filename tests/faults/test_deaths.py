@@ -109,7 +109,7 @@ PROOF = (
     r"They will never meet\."
 )
 DEPARTS = r"^DesyncError: In forward 3, at use 1, this rank runs 'blocks\.2'"
-LEFT = "where the order of earlier rounds has a backward of Blocks"
+LEFT = "where the recorded order has: a backward of Blocks"
 TOLD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "fewer-batches": (
         (

@@ -195,7 +195,7 @@ def test_other_groups_are_told_on_every_rank(ranks: RankCount) -> None:
     error, _ = agreed(ranks(4).run(check_groups))
 
     assert "Ranks disagree on who shares parameters" in str(error)
-    assert "rank 2 shards over ranks 2-3, rank 3 over ranks 1, 3" in str(error)
+    assert "ranks 2-3 on rank 2, ranks 1, 3 on rank 3" in str(error)
 
 
 def check_replica_alone(world: World) -> Outcome:

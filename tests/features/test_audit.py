@@ -653,17 +653,6 @@ def test_an_average_of_a_sharded_model_hears_nothing(world: World) -> None:
     assert said(after_backward(lambda m: average.update_parameters(m)), model) == []
 
 
-@on_ranks(2)
-def test_a_part_beside_a_tensor_of_another_size_is_named(world: World) -> None:
-    """As in an average of a model whose units divide the same parameters otherwise."""
-    model = build("composable")
-    backward(loss_of(model))
-    part = weight(model).detach()
-
-    with pytest.raises(RuntimeError, match=r"add_ takes parameter '0\.weight' or its"):
-        part.add_(torch.ones(12, 6))
-
-
 LATE_COMPILER = """
 import sys, torch
 import torch.distributed as dist

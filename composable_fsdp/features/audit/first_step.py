@@ -203,14 +203,7 @@ class _Mode(TorchFunctionMode):
         frame = sys._getframe(1)
         own = is_own_call(frame, func)
         call = None if own else self._begin(frame, func, args, kwargs)
-        try:
-            result = func(*args, **kwargs)
-        except RuntimeError as error:
-            if call is not None and "size" in str(error):
-                name, part = call.name, call.given[0][1]
-                note = _OTHER_SIZE.format(name, part.name, tuple(part.shape))
-                error.args = (f"{error}. {note}",)
-            raise
+        result = func(*args, **kwargs)
         if call is not None:
             self._follow(call, frame, result)
         return result
@@ -328,12 +321,6 @@ _TEXTS = {
     rules.DECIDES: "a rank that finds an infinity would skip the step while others "
     "step. composable_fsdp.ShardedGradScaler takes the same arguments.",
 }
-_OTHER_SIZE = (
-    "{} takes parameter {} or its gradient, of which this rank has a part {} only. "
-    "What has the full shape meets get_full_param or get_full_grad. Models whose "
-    "parameters meet are sharded by the same units, or are whole inside "
-    "unshard_params(model) of both."
-)
 
 
 def _has_gradients(context: RuntimeContext) -> bool:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from composable_fsdp.runtime.meta_values import RANDOM
+
 
 class Part(NamedTuple):
     """What a tensor is a part of."""
@@ -50,10 +52,6 @@ _MATRIX = re.compile(
     "_*r?matmul_*|(b|add|badd|addb)?b?mm|(add)?mv|linear|einsum|tensordot|bilinear|"
     "chain_matmul|cdist|embedding|kron|cov|corrcoef|linalg_(?!.*norm$).*"
 )
-_RANDOM = re.compile(
-    "(kaiming_|trunc_|log_)?normal_|(kaiming_)?uniform_|random_|bernoulli_|"
-    "exponential_|cauchy_|geometric_"
-)
 _ACROSS = re.compile(
     "(log_)?softmax|cum(sum|prod)_?|(arg)?sort|flip|roll|normalize|"
     "index_(fill|add|copy)_?|scatter(_add)?_?"
@@ -82,7 +80,7 @@ def before(call: Call, tensor: Tensor, part: Part) -> str:
     name, args = call.name, call.args
     if name == _SCALER:
         return DECIDES
-    if _RANDOM.fullmatch(name):
+    if RANDOM.fullmatch(name):
         return DRAWS
     if _MATRIX.fullmatch(name):
         # Rows of a product come from rows of its first factor.

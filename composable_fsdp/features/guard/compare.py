@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from composable_fsdp.comm import collectives
+from composable_fsdp.errors import DesyncError
 from composable_fsdp.naming import by_value, ranks_text
 
 V = TypeVar("V")
@@ -36,15 +37,18 @@ class Announcement(NamedTuple):
         """What the rank does while it waits."""
         return self.does if self.place else self.does.replace("calls", "is in", 1)
 
-    def alone(self, why: str) -> str:
+    def alone(self, why: str) -> DesyncError:
         """Return the error of this rank, which gives up because of ``why``."""
+        why = why.rstrip(".")
         names_all = "never meet" in why  # the calls, and a way out of its own
         ends = f"{why}." if names_all else f"{why}. {self.way_out}"
         if self.place:
             opening = f"In {self.place[0]}, this rank {self.does}."
-            return f"{opening} {ends[:1].upper()}{ends[1:]}"
-        did = f"{self.does.removeprefix('calls ')} was called on this rank, and "
-        return ends if names_all else did + ends
+            ends = f"{opening} {ends[:1].upper()}{ends[1:]}"
+        elif not names_all:
+            did = self.does.removeprefix("calls ")
+            ends = f"{did} was called on this rank, and {ends}"
+        return DesyncError(ends)
 
 
 def tag_of(facts: object) -> int:

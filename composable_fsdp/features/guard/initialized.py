@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 
 import torch.distributed as dist
 
 from composable_fsdp.errors import PlanError
 from composable_fsdp.features.guard.compare import gather
-from composable_fsdp.flat.param_ref import in_model_order
+from composable_fsdp.flat.param_ref import ParamRef, find_param
+from composable_fsdp.flat.residency import written
 from composable_fsdp.flat.value_hash import WAY_OUT, digest_of_start
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.runtime.meta_values import require_filled, unfilled_parameters
@@ -26,7 +27,8 @@ def require_initialized(context: RuntimeContext) -> None:
     Collective: of a model that was sharded on meta, an all-gather of objects per shard
         group.
     """
-    states = root_of(context)._root_states
+    root = root_of(context)
+    states = root._root_states
     by_group: dict[dist.ProcessGroup | None, list[_FSDPState]] = {}
     # Groups in the order of units, the same on all ranks.
     for state in states:
@@ -37,7 +39,7 @@ def require_initialized(context: RuntimeContext) -> None:
         # values, as its replicas have; in one a rank may have no rows of a parameter,
         # and must raise with the others.
         if group is not None and any(s.initial.was_on_meta for s in units):
-            drawn = list(chain(*map(_drawn, units)))[:_MOST]
+            drawn = list(islice(_drawn(root, units), _MOST))
             told = gather((empty, drawn), [group])
             empty = list(dict.fromkeys(chain(*(each for each, _ in told.values()))))
             _require_own_numbers({rank: starts for rank, (_, starts) in told.items()})
@@ -52,12 +54,30 @@ def require_initialized(context: RuntimeContext) -> None:
     require_filled(states)
 
 
-def _drawn(state: _FSDPState) -> Iterator[tuple[int, str]]:
-    """Yield the starts of a unit's parameters that were seen to be drawn."""
-    for ref in in_model_order(state.handle):
+def starts(
+    top: _FSDPState, units: Iterable[_FSDPState]
+) -> Iterator[tuple[int, ParamRef]]:
+    """Yield the starts of parameters of ``units`` written to since ``fully_shard``."""
+    changed = {
+        each.handle
+        for each in units
+        if not -1 < each.handle.writes.at_build == written(each.handle.layout)
+    }
+    # An initialiser draws in this order, whatever the order in the flat buffer.
+    for module in top.modules if changed else ():
+        for ref in map(find_param, module.parameters()):
+            if ref is None or ref.handle not in changed:
+                continue
+            if digest := digest_of_start(ref.leaf.detach()):
+                yield digest, ref
+
+
+def _drawn(root: _FSDPState, units: Iterable[_FSDPState]) -> Iterator[tuple[int, str]]:
+    """Yield the starts of parameters that were seen to be drawn."""
+    seen = {each.handle: each.initial.drawn for each in units}
+    for digest, ref in starts(root, units):
         # Values that were written since are not those that were drawn.
-        digest = state.initial.drawn.get(ref.slot.index, 0)
-        if digest and digest == digest_of_start(ref.leaf.detach()):
+        if seen[ref.handle].get(ref.slot.index) == digest:
             yield digest, ref.name
 
 

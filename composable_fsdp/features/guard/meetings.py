@@ -8,8 +8,14 @@ waits for a limited time until every rank has announced an equal call::
     save()                   load()                DesyncError on all that have come
     save()                   nothing               DesyncError after the time limit
 
-With ``always=False`` a call that is expected (``order``) visits no store: a rank that
-makes another call announces it, and waits for ranks that do not come. A meeting has two
+With ``always=False`` a call that is expected visits no store: a rank that makes another
+call announces it, and waits for ranks that do not come. Programs repeat themselves, so
+an ``Order`` expects what followed the last time ::
+
+    history    F B F B clip  F B F B
+    expected                         clip, since the last four went on so before
+
+Ranks have equal histories, so each knows what the others expect. A meeting has two
 keys, of which ranks read the first only if the sum is not that of equal digests::
 
     here    a line of JSON per rank that came or gave up
@@ -20,7 +26,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -28,16 +34,84 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from composable_fsdp.comm import agreement
-from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import note_thread, operation_log
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard.compare import Announcement, disagreement, tag_of
-from composable_fsdp.features.guard.order import order_over
 from composable_fsdp.features.guard.watch import StoreWait, agree_on_name
 
+MOST_EVENTS = 1 << 15
+"""Number of events after which an ``Order`` forgets them, on all ranks alike."""
 _numbers: Counter[str] = Counter()
 """Number of meetings per group that this rank has been at, by the group's name."""
+_ended: WeakKeyDictionary[dist.ProcessGroup, list[str]] = WeakKeyDictionary()
+"""Prefixes of keys of meetings that have ended."""
+
+
+class Order:
+    """What the ranks of some groups begin, one after another: rounds, and calls."""
+
+    __slots__ = ("at", "events", "names", "raised")
+
+    def __init__(self, first: Order | None = None) -> None:
+        # Shared with the ``first`` order that has the same first group.
+        self.names: list[str] = [] if first is None else first.names
+        """The names of the order logs over the first group."""
+        self.raised: list[str] = [] if first is None else first.raised
+        """The rounds that were abandoned, if other ranks may wait in collectives that
+        this rank has left out."""
+        self.events: list[Hashable] = []
+        """Calls, and of each round its log's name and its mode."""
+        self.at = 0  # index of the event that is expected next; 0 for none
+
+    def expected(self) -> Any:
+        """Return the event that is expected next; None without experience."""
+        return self.events[self.at] if self.at else None
+
+    def note(self, event: Hashable) -> None:
+        """Append ``event``, which all ranks share."""
+        events = self.events
+        if len(events) == MOST_EVENTS:
+            self.forget()
+        if self.at and events[self.at] == event:
+            self.at += 1
+        else:
+            same = (i for i in reversed(range(len(events))) if events[i] == event)
+            self.at = next(same, -1) + 1
+        # The object from before: modes name all units, and thousands are kept.
+        events.append(events[self.at - 1] if self.at else event)
+
+    def forget(self) -> None:
+        """Forget all events."""
+        self.events.clear()
+        self.at = 0
+
+    def told(self) -> list[object]:
+        """Return the history in the form in which ranks compare it."""
+        # By the latest: after a difference the numbers of events rarely agree.
+        numbers: dict[int, int] = {}
+        latest = self.events[-64:]
+        text = [numbers.setdefault(id(e), len(numbers)) for e in latest]
+        distinct = {id(e): e for e in latest}.values()
+        shown = (e.story if isinstance(e, Call) else e[0] for e in distinct)  # type: ignore[index]  # rounds are tuples
+        return [self.at, len(self.events), text, *shown]
+
+
+_orders: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], Order]] = (
+    WeakKeyDictionary()
+)
+
+
+def order_over(groups: Sequence[dist.ProcessGroup]) -> Order:
+    """Return the order of the rounds and calls over ``groups``."""
+    # An order for each choice of groups: all ranks that compare must have the same
+    # experience, and a replica may evaluate alone, or freeze what others train. By the
+    # object and not by the name: a group that was made again has a new history.
+    found = _orders.setdefault(groups[0], {})
+    key = tuple([group.group_name for group in groups])
+    if key not in found:
+        found[key] = Order(next(iter(found.values()), None))
+    return found[key]
 
 
 def meet_in_store(
@@ -47,97 +121,63 @@ def meet_in_store(
     # One group after the other, in the same order on all ranks: a rank that raised at
     # the first group is missing at the second, whose ranks then raise, too.
     for group in filter(agreement.can_compare, groups):
-        history_of(group).meet(call, always=always)
+        order = order_over([group])
+        if always or order.expected() != call:
+            announce(group, call)
+        order.note(call)
 
 
-def history_of(group: dist.ProcessGroup) -> History:
-    """Return the meetings over ``group``, one object per group."""
-    if group not in _histories:
-        _histories[group] = History(group)
-    return _histories[group]
+def announce(group: dist.ProcessGroup, call: Call) -> None:
+    """Wait for equal calls of all ranks; the order of calls does not have it."""
+    announced = Announcement(f"calls {call.story}", call.way_out)
+    meet_ranks(group, announced, order_over([group]))
 
 
-class History:
-    """The meetings over a group."""
-
-    __slots__ = ("__weakref__", "_group", "_stale", "order")
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.order = GroupRef(group), order_over([group])
-        self._stale: list[str] = []  # prefixes of keys of meetings that have ended
-
-    def meet(self, call: Call, *, always: bool) -> None:
-        """Wait for equal calls of all ranks, unless expected; note the call."""
-        if always or self.order.expected() != call:
-            self.announce(call)
-        self.order.note(call)
-
-    def announce(self, call: Call) -> None:
-        """Wait for equal calls of all ranks; the order of calls does not have it."""
-        self.gather(Announcement(f"calls {call.story}", call.way_out))
-
-    def gather(self, announced: Announcement) -> None:
-        """Meet all ranks of the group in the store. Raises: DesyncError."""
-        group = self._group.get()
-        note_thread(operation_log(group).threads)
-        if why := agree_on_name(group, announced.is_in):
-            raise self._alone(announced, why)
-        # A caught error on one rank leaves another history there, and such a rank would
-        # not expect what the others do. So the ranks compare histories, too.
-        meeting = _Meeting(group, announced, self.order.told())
-        error: DesyncError | None = None
-        try:
-            meeting.arrive()
-            with StoreWait(group, announced.is_in, announced.way_out) as wait:
-                # Before all ranks are here: ranks that differ need not wait for others.
-                while not (error := meeting.difference()) and meeting.is_awaited():
-                    why = wait.pause(meeting.missing)
-                    # The last rank may have come in between.
-                    if why and meeting.gives_up():
-                        raise self._alone(announced, why)
-                    meeting.look()
-        # What was announced is taken back on any exception, as Ctrl-C: other ranks must
-        # not rely on this one.
-        except BaseException:
-            with suppress(RuntimeError):
-                if not meeting.gives_up():
-                    self._end(meeting)
-            raise
-        # Also after a difference: a rank that comes later finds the announcements of
-        # this meeting, raises the same error, and is then at the next meeting, too.
-        self._end(meeting)
-        if error is not None:
-            # Where all ranks raise, a program that catches the error may go on.
-            error.is_known_to_all = not meeting.is_awaited()
-            raise error
-        if not meeting.is_equal():
-            # Only the histories differ, and all ranks forget theirs: they expect alike
-            # again, and the next steps meet in the store.
-            self.order.forget()
-        # Every rank is here, so no rank reads keys of a meeting before. A key each, so
-        # that no rank has more requests than the others by two.
-        stale, self._stale = self._stale[:-1], self._stale[-1:]
-        if (key := {0: "here", 1: "sum"}.get(group.rank())) is not None:
-            store = agreement.key_value_store()
-            for prefix in stale:
-                store.delete_key(f"{prefix}/{key}")
-
-    def _end(self, meeting: _Meeting) -> None:
-        """Count the meeting: the next one has other keys."""
-        _numbers[meeting.name] += 1
-        self._stale.append(meeting.prefix)
-
-    def _alone(self, announced: Announcement, why: str) -> DesyncError:
-        """Return the error of this rank, which gives up."""
-        # The other ranks may be inside the expected call, which visits no store.
-        usual, instead = self.order.expected(), ""
-        story = usual.story if isinstance(usual, Call) else ""
-        if story and not announced.place and announced.does != f"calls {story}":
-            instead = f". The call that usually comes here is {story}"
-        return DesyncError(announced.alone(f"{why.rstrip('.')}{instead}"))
-
-
-_histories: WeakKeyDictionary[dist.ProcessGroup, History] = WeakKeyDictionary()
+def meet_ranks(group: dist.ProcessGroup, announced: Announcement, order: Order) -> None:
+    """Meet all ranks of the group in the store. Raises: DesyncError."""
+    note_thread(operation_log(group).threads)
+    if why := agree_on_name(group, announced.is_in):
+        raise announced.alone(why)
+    # A caught error on one rank leaves another history there, and such a rank would
+    # not expect what the others do. So the ranks compare histories, too.
+    meeting = _Meeting(group, announced, order.told())
+    error: DesyncError | None = None
+    try:
+        meeting.arrive()
+        with StoreWait(group, announced.is_in, announced.way_out) as wait:
+            # Before all ranks are here: ranks that differ need not wait for others.
+            while not (error := meeting.difference()) and meeting.is_awaited():
+                why = wait.pause(meeting.missing)
+                # The last rank may have come in between.
+                if why and meeting.gives_up():
+                    raise announced.alone(why)
+                meeting.look()
+    # What was announced is taken back on any exception, as Ctrl-C: other ranks must
+    # not rely on this one.
+    except BaseException:
+        with suppress(RuntimeError):
+            if not meeting.gives_up():
+                meeting.end()
+        raise
+    # Also after a difference: a rank that comes later finds the announcements of
+    # this meeting, raises the same error, and is then at the next meeting, too.
+    meeting.end()
+    if error is not None:
+        # Where all ranks raise, a program that catches the error may go on.
+        error.is_known_to_all = not meeting.is_awaited()
+        raise error
+    if not meeting.is_equal():
+        # Only the histories differ, and all ranks forget theirs: they expect alike
+        # again, and the next steps meet in the store.
+        order.forget()
+    # Every rank is here, so no rank reads keys of a meeting before. A key each, so
+    # that no rank has more requests than the others by two.
+    ended = _ended[group]
+    stale, ended[:] = ended[:-1], ended[-1:]
+    if (key := {0: "here", 1: "sum"}.get(group.rank())) is not None:
+        store = agreement.key_value_store()
+        for prefix in stale:
+            store.delete_key(f"{prefix}/{key}")
 
 
 class _Line(NamedTuple):
@@ -162,7 +202,7 @@ class _Meeting:
         self, group: dist.ProcessGroup, announced: Announcement, history: list[Any]
     ) -> None:
         self._group, self._way_out = group, announced.way_out
-        self.name = agreement.name_in_store(group)
+        self.name = agreement.agreed_name(group).name
         self.prefix = f"composable_fsdp/meeting/{self.name}/{_numbers[self.name] + 1}"
         does, place = announced.does, list(announced.place)
         digest = tag_of((place, announced.facts or does))
@@ -201,6 +241,11 @@ class _Meeting:
                 self.arrive()
                 return False
         return True
+
+    def end(self) -> None:
+        """Count the meeting: the next one has other keys."""
+        _numbers[self.name] += 1
+        _ended.setdefault(self._group, []).append(self.prefix)
 
     def is_awaited(self) -> bool:
         """Return whether ranks are missing, as far as this rank knows."""

@@ -1,7 +1,7 @@
 """The order in which a tree uses its units, on this rank.
 
 A *round* is a forward or a backward. The first round of a mode (training or evaluation,
-...) records the uses of units. Later rounds are compared with the record::
+...) records the uses of units. Later rounds are compared with the record of the last::
 
     if log.expected[log.position] is unit:
         log.position += 1
@@ -14,11 +14,10 @@ rank without a matching entry communicates. A ``DesyncError`` names both orders:
     this rank              its next use    action
     follows the record     as recorded     nothing is sent, no wait
     follows the record     another use     depart: meet all ranks in the store, who must
-                                           have departed to the same use
-    records                any             exchange a tag of the use with all ranks, and
+                                           have departed to the same use; go on behind
+                                           that use in the record, if it is there
+    has no record          any             exchange a tag of the use with all ranks, and
                                            the facts only if tags differ
-    varies (departed       any             exchange a tag of all uses at the end of the
-    twice), or captures                    round
 
 Units that send over the same process groups share a log, because the order of
 collectives matters within a group: in forward all-gathers (over the shard group), in
@@ -28,12 +27,9 @@ direction has no log there, so if forward sends nothing, a rank may evaluate alo
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from threading import Thread
-from typing import Any, NoReturn
+import zlib
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -43,73 +39,69 @@ from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef, Groups
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import (
-    leave,
-    note_thread,
-    operation_log,
-    record,
-)
+from composable_fsdp.comm.operations import UNEVEN, note_thread, operation_log, record
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.features.guard import meetings
 from composable_fsdp.features.guard.compare import (
     SAME_CALLS,
     Announcement,
+    disagreement,
     gather,
     tag_of,
 )
-from composable_fsdp.features.guard.meetings import history_of
-from composable_fsdp.features.guard.order import MOST_EVENTS, Order, order_over
-from composable_fsdp.features.guard.order_words import (
-    BEGIN,
-    END,
-    ONE_RANK_RAISED,
-    Told,
-    backward_fact,
-    contrast,
-    difference,
-    forward_fact,
-    missing_gradients,
-    way_out,
+from composable_fsdp.features.guard.meetings import (
+    MOST_EVENTS,
+    Order,
+    order_over,
 )
 from composable_fsdp.features.guard.same_models import compare_models
-from composable_fsdp.features.guard.watch import require_unbroken
+from composable_fsdp.features.guard.watch import leave_others, require_unbroken
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_ref import slot_path
 from composable_fsdp.flat.use_order import NO_LOGS, UnitLogs
-from composable_fsdp.naming import listed
+from composable_fsdp.naming import listed, quoted
 from composable_fsdp.tree.initial_weights import ALL_RANKS
 from composable_fsdp.tree.state import RuntimeContext, _RootFSDPState
 
+BEGIN = "its beginning"
+"""The place before the uses of a round."""
+
+Fact: TypeAlias = tuple[str, ...]
+"""What a rank does, as ``"runs 'blocks.2'"``, and texts of which usually few differ:
+parameters without a gradient, and, at the begin of a round, changed flags and
+settings."""
+
+SAME_UNITS = (
+    "Every rank must run the same units in the same order: decide in the model by what "
+    "is equal on all ranks. If ranks use other parameters on purpose, composable_fsdp."
+    "access.set_reduce_scatter_unused_params(module, True) reduces zeros for the rest."
+)
+SAME_ROUNDS = (
+    f"{SAME_CALLS} Call the model and backward equally often and in the same mode "
+    "(train or eval, with or without gradients), outside of any 'if rank == 0'. "
+    "Set requires_grad of the same parameters on every rank, and settings of units "
+    "(no_sync, set_requires_gradient_sync, register_comm_hook, ..) to the same values "
+    f"before the same forward. {UNEVEN}"
+)
+ONE_RANK_RAISED = (
+    "If a rank catches an exception of a forward or a backward and goes on, every rank "
+    "has to leave the same forward or backward at the same place: let the ranks agree "
+    "(an all-reduce of a flag) whether a sample is skipped before they call the model, "
+    "or let the exception end the program."
+)
 NOTHING: Sequence[object] = (None,)
-"""The record of a round without a record: ``None`` is no use, so no use matches."""
-_STEADY = 4
-"""Number of equal rounds after which a mode whose order varied is recorded again."""
+"""What a round without a record expects: ``None`` is no use, so no use matches."""
 _MOST_MODES = 64
 """Number of modes whose orders are kept, the latest."""
-
-
-@dataclass(slots=True)
-class Record:
-    """The order of a mode."""
-
-    uses: list[object] | None = None  # then ``None``; None before the first round ended
-    since: int = 0  # the round in which the record was made
-    departures: int = 0  # on all ranks alike; from 2 on the order varies
-    equal: int = 0  # equal rounds in a row, while the order varies
-
-    def update(self, uses: list[object], number: int) -> None:
-        """Make the uses of a round the recorded uses."""
-        if self.departures > 1:
-            self.equal = self.equal + 1 if uses == self.uses else 0
-            if self.equal >= _STEADY:
-                self.departures = self.equal = 0
-        self.uses, self.since = uses, number
 
 
 class OrderLog:
     """The order of uses in a direction (forward or backward) over process groups."""
 
     __slots__ = (
-        *("_at_end", "_entries", "_fact", "_groups", "_mode", "_name", "_record"),
-        *("_recording", "_records", "_waiting", "_what", "elsewhere", "expected"),
-        *("is_open", "number", "order", "position", "round", "threads"),
+        *("_behind", "_fact", "_groups", "_mode", "_name", "_order", "_records"),
+        *("_sends", "_uses", "_what", "expected", "is_open", "number"),
+        *("position", "round"),
     )
 
     def __init__(
@@ -118,30 +110,25 @@ class OrderLog:
         tree: str,
         order: Order,
         groups: Sequence[GroupRef] = (),
-        waiting: Callable[[], str] = str,
     ) -> None:
-        self.order, self._groups = order, tuple(groups)
+        self._order, self._groups = order, tuple(groups)
         # Whose ranks this one compares with; empty if none can.
-        self.number = len(order.logs)  # among the logs over its group
+        self.number = len(order.names)  # among the logs over its group
         self._what = what  # "forward" or "backward"
         self._name = f"a {what} of {tree} (order log {self.number})"
-        order.logs.append(self._name)
+        order.names.append(self._name)
         self._fact = forward_fact if what == "forward" else backward_fact
-        self._waiting = waiting  # for which gradients units wait, for errors
-        self.elsewhere: tuple[GroupRef, ...] = ()
-        """The other groups of the tree, whose ranks would wait for this rank."""
-        self.threads: list[set[Thread]] = []
-        """By group over which a round sends: the threads that have sent."""
+        self._sends: list[Any] = []
+        """The logs of the operations that a round sends."""
         self.round = 0  # the number of the current round, or of the last
         self.expected: Sequence[object] = NOTHING
-        """The recorded uses of this round, then ``None``."""
+        """What the record has for this round, then ``None``."""
         self.position = 0
         """Index of the next use in ``expected``."""
-        self.is_open = self._recording = False  # whether a round is in progress
-        self._at_end = False  # the uses of this round are compared at its end
-        self._entries: list[object] = []  # uses, while this rank records
-        self._records: dict[Hashable, Record] = {}  # by mode
-        self._record = Record()  # of the mode of this round
+        self.is_open = False  # whether a round is in progress
+        self._uses: list[object] = []  # of this round, up to its last departure
+        self._behind = 0  # index in ``expected`` of the use behind those
+        self._records: dict[Hashable, list[object]] = {}  # by mode; ``None`` is the end
         self._mode: Hashable = None  # of the current round, or of the last
 
     def depart(self, use: object, mode: Hashable) -> None:
@@ -150,8 +137,8 @@ class OrderLog:
         The first use of a round always calls this method, which begins the round.
         ``mode`` is read only then.
 
-        Collective: while a round is recorded, one all-gather of 8 bytes. If a record is
-            left, none: waits for the other ranks in the store, for a limited time.
+        Collective: without a record, one all-gather of 8 bytes. If a record is left,
+            none: waits for the other ranks in the store, for a limited time.
         Raises: DesyncError, if another rank does something else.
         """
         # The first use of a round has no record to compare with until the mode is
@@ -161,17 +148,14 @@ class OrderLog:
             if self.expected[self.position] == use:
                 self.position += 1
                 return
-        if not self._recording:
-            # From here on this rank records; the uses so far equal the old record.
-            wanted, index = self.expected[self.position], self.position
-            self._entries = list(self.expected[:index])
-            self.expected, self.position, self._recording = NOTHING, 0, True
-            since = self._record.since
-            self._announce(f"use {index}", use, wanted, since=since)
-            self._record.departures += 1
-        elif not self._at_end:
-            self._compare(f"use {len(self._entries)}", [use])
-        self._entries.append(use)
+        uses = self._uses
+        uses += self.expected[self._behind : self.position]
+        if self.expected is NOTHING:
+            self._compare(f"use {len(uses)}", use)
+        else:
+            self._announce(f"use {len(uses)}", use, self.expected[self.position])
+        uses.append(use)
+        self._follow(self._records.get(self._mode, ()), use)
 
     def end(self) -> None:
         """End the round, if a round is in progress.
@@ -180,14 +164,14 @@ class OrderLog:
         """
         if not self.is_open:
             return
-        if self._recording or self.expected[self.position] is not None:
+        if self.expected is NOTHING or self.expected[self.position] is not None:
             self.depart(None, None)
-            if self._at_end:
-                self._compare(END, self._entries)
-            self._record.update(self._entries, self.round)
+        elif self._uses:
+            self._uses += self.expected[self._behind :]
+        if self._uses:
             # The newest entry comes last, and the oldest goes.
             self._records.pop(self._mode, None)
-            self._records[self._mode] = self._record
+            self._records[self._mode] = self._uses
             if len(self._records) > _MOST_MODES:
                 del self._records[next(iter(self._records))]
         self._close()
@@ -198,35 +182,41 @@ class OrderLog:
         If the round has further uses, the next round over the group begins by a meeting
         of all ranks.
         """
-        # The number of further uses is not known while this rank records.
-        if self._recording or (
-            self.is_open and self.expected[self.position] is not None
+        # The number of further uses is not known without a record.
+        if self.is_open and (
+            self.expected is NOTHING or self.expected[self.position] is not None
         ):
-            uses = len(self._entries) if self._recording else self.position
-            self.order.raised[self.number] = self.round, uses
+            uses = len(self._uses) + self.position - self._behind
+            self._order.raised.append(f"{self._what} {self.round} at use {uses}")
         self._close()
 
     def _close(self) -> None:
         """Leave the round that has ended or was abandoned."""
-        self.is_open = self._recording = self._at_end = False
+        self.is_open = False
         self.expected, self.position = NOTHING, 0
+
+    def _follow(self, record: Sequence[object], use: object) -> None:
+        """Expect what ``record`` has behind ``use``."""
+        if use in record:
+            self.expected, self.position = record, record.index(use) + 1
+        else:
+            self.expected, self.position = NOTHING, 0
+        self._behind = self.position
 
     def _begin(self, mode: Hashable) -> None:
         """Begin a round: compare its begin with the expected begin, find the record."""
-        order = self.order
-        for threads in self.threads:
-            note_thread(threads)
+        order = self._order
+        for each in self._sends:
+            note_thread(each.threads)
         self.round += 1
-        self.is_open = True
         if order.raised:
             # A rank that has not abandoned the same rounds at the same uses would be in
             # a collective of such a round, with which the next of this rank would pair.
-            what, logs = self._what, sorted(order.raised.items())
-            ended = " and ".join(f"{what} {r} at use {uses}" for _, (r, uses) in logs)
-            does = f"begins {what} {self.round} after an exception that ended {ended}"
-            self._meet(BEGIN, ("raised", logs), does, ONE_RANK_RAISED)
+            ended = " and ".join(sorted(order.raised))
+            does = f"begins {self._what} {self.round} after an exception that ended"
+            self._meet(BEGIN, (ended,), f"{does} {ended}", ONE_RANK_RAISED)
             order.raised.clear()
-        events, event = order.events, (self.number, mode)
+        events, event = order.events, (self._name, mode)
         # As ``Order.note``, without a call: all ranks begin this round.
         if order.at and events[order.at] == event and len(events) < MOST_EVENTS:
             events.append(events[order.at])
@@ -234,53 +224,36 @@ class OrderLog:
         else:
             self._compare_begin(mode, order.expected())
             order.note(event)
-        self._mode, self._entries = mode, []
-        self._record = record = self._records.get(mode) or Record()
-        varies = record.departures > 1
-        self._recording = varies or record.uses is None
-        # What is captured is not sent before the capture has ended.
-        self._at_end = self._recording and (varies or is_capturing())
-        self.expected = NOTHING if self._recording else record.uses or NOTHING
-        self.position = 0
+        self._mode, self._uses, self._behind, self.position = mode, [], 0, 0
+        self.expected = self._records.get(mode, NOTHING)
+        self.is_open = True
 
     def _compare_begin(self, mode: Hashable, expected: Any) -> None:
         """Compare the begin of a round, unless it is ``expected`` on all ranks."""
         if expected is None:
-            return self._compare(BEGIN, [mode])
+            self._compare(BEGIN, mode)
         # Ranks that begin what they expect send nothing, so this rank has to wait for
         # all ranks to begin the same round.
-        if isinstance(expected, Call):
-            return self._announce(BEGIN, mode, other=expected.story, cure=SAME_CALLS)
-        number, recorded = expected
-        if number != self.number:
-            self._announce(BEGIN, mode, other=self.order.logs[number])
-        elif recorded != mode:
-            self._announce(BEGIN, mode, recorded, since=self.round - 1)
+        elif isinstance(expected, Call):
+            self._announce(BEGIN, mode, expected.story)
+        elif expected != (self._name, mode):
+            other, its_mode = expected
+            self._announce(BEGIN, mode, its_mode if other == self._name else other)
 
-    def _compare(self, at: str, values: Sequence[Any]) -> None:
-        """Compare with all ranks, which raise together."""
-        try:
-            self._exchange(at, values)
-        except DesyncError:
-            # No rank waits for another, so that the next round needs no meeting.
-            self._close()
-            raise
-
-    def _exchange(self, at: str, values: Sequence[Any]) -> None:
-        """Compare a use, a mode (at ``BEGIN``) or all uses (at ``END``) of all ranks.
+    def _compare(self, at: str, value: Any) -> None:
+        """Compare a use, or a mode (at ``BEGIN``), of all ranks, which raise together.
 
         Collective: an all-gather of 8 bytes over each group; if tags
             differ, an all-gather of objects.
         """
         if not self._groups:
             return
-        # No comprehension, which is a call: each use of the first step comes here.
-        facts = tuple(map(self._fact, values, [at] * len(values)))
+        fact = self._fact(value, at)
         # The host cannot read a tag during the capture of a CUDA graph.
         if is_capturing():
-            return self._meet(at, facts, listed(f for f, *_ in facts), way_out(at))
+            return self._meet(at, fact, fact[0], way_out(at))
         # The name tells trees apart that share the group and the names of units.
-        tag = tag_of((self._what, self._name, at, *facts))
+        tag = tag_of((self._name, at, fact))
         unlike: list[dist.ProcessGroup] = []
         for group in [each.get() for each in self._groups]:
             # After a difference in a group, this rank sends another tag to the next, so
@@ -290,40 +263,29 @@ class OrderLog:
                 unlike.append(group)
         if not unlike:
             return
+        # No rank waits for another, so that the next round needs no meeting.
+        self._close()
         # All ranks of these groups have seen the difference, so all exchange objects.
-        mine = Told(facts, self._place(at), self._waiting())
-        for told in [gather(mine, [group]) for group in unlike]:
+        where, tree = self._place(at)
+        for told in [gather((fact, (where, tree)), [group]) for group in unlike]:
             # The rounds of ranks may have other numbers.
-            if len({(each.facts, each.place[1]) for each in told.values()}) > 1:
+            if len({(theirs, place[1]) for theirs, place in told.values()}) > 1:
                 self._raise(difference(told, at))
         self._raise(
-            f"Ranks of another process group disagree in {mine.place[0]}: see the "
-            "error of the other ranks."
+            f"Ranks of another process group disagree in {where}: see the error of the "
+            "other ranks."
         )
 
-    def _announce(
-        self,
-        at: str,
-        value: Any,
-        wanted: Any = None,
-        *,
-        since: int = 0,
-        other: str = "",
-        cure: str = "",
-    ) -> None:
-        """Meet all ranks at a value other than ``wanted``, as in round ``since``."""
+    def _announce(self, at: str, value: Any, recorded: Any) -> None:
+        """Meet all ranks at a value that is not the ``recorded`` one, or its text."""
         if not self._groups:
             return
         fact = self._fact(value, at)
-        if other:
-            does = f"{fact[0]}, where the order of earlier rounds has {other}"
-        else:
-            mine, recorded = contrast(fact, self._fact(wanted, at))
-            does = (
-                f"{mine}{self._waiting()}, where the order recorded in {self._what} "
-                f"{since} has: {recorded}"
-            )
-        self._meet(at, fact, does, cure or way_out(at))
+        mine = fact[0]
+        if not isinstance(recorded, str):
+            mine, recorded = contrast(fact, self._fact(recorded, at))
+        does = f"{mine}, where the recorded order has: {recorded}"
+        self._meet(at, fact, does, way_out(at))
 
     def _place(self, at: str) -> tuple[str, str]:
         return f"{self._what} {self.round}, at {at}", self._name
@@ -331,27 +293,25 @@ class OrderLog:
     def _meet(self, at: str, facts: tuple[Any, ...], does: str, cure: str) -> None:
         """Wait until every rank has come to the place with the same facts, too."""
         announced = Announcement(does, cure, self._place(at), facts)
-        groups = [each.get() for each in self._groups]
+        groups, known = [each.get() for each in self._groups], list[Any]()
         for group in groups:
             require_unbroken(group)
         try:
             for met in groups:
-                history_of(met).gather(announced)
+                meetings.meet_ranks(met, announced, self._order)
         except DesyncError as error:
-            text = str(error.args[0])
             # Other ranks may follow the record and wait in a collective for this rank.
-            for group in groups:
-                if not (error.is_known_to_all and group is met):
-                    leave(group, text)
-            self._raise(text)
+            known = [met] if error.is_known_to_all else []
+            self._raise(str(error.args[0]), known)
 
-    def _raise(self, text: str) -> NoReturn:
-        """Raise ``text``, which the ranks of its groups know, also in other groups."""
+    def _raise(
+        self, text: str, known: Iterable[dist.ProcessGroup] | None = None
+    ) -> NoReturn:
+        """Raise ``text``, also for the ranks of other groups than ``known`` have it."""
         # Of hybrid sharding, the other replicas have seen no difference in forward, and
         # wait for this rank in the reductions.
-        for each in self.elsewhere:
-            if (group := each.ref()) is not None:
-                leave(group, text)
+        own = [each.get() for each in self._groups]
+        leave_others(own[0], own if known is None else known, text)
         raise DesyncError(text) from None
 
 
@@ -379,7 +339,6 @@ def _assign_order_logs(
     """Assign the order logs of each unit of a tree; collect all logs in ``context``."""
     forward: dict[tuple[str, ...], OrderLog] = {}
     backward: dict[tuple[str, ...], OrderLog] = {}
-    waiting = partial(missing_gradients, weakref.ref(context))
     tree = type(root.module).__name__
 
     known: dict[Groups, UnitLogs] = {}
@@ -394,38 +353,19 @@ def _assign_order_logs(
         # Units with the same ``Groups`` object share the logs without another lookup.
         if groups not in known:
             gathers = [*filter(None, [groups.shard])]
-            in_forward = _log(forward, "forward", tree, gathers, str)
-            in_backward = _log(backward, "backward", tree, groups.present, waiting)
+            in_forward = _log(forward, "forward", tree, gathers, groups.gathering)
+            present = groups.present
+            in_backward = _log(backward, "backward", tree, present, groups.sending)
             # Without a shard group there is no all-gather, but gradients are reduced
             # over the replicate group.
             gathered = in_backward if gathers else None
             known[groups] = UnitLogs(in_forward, gathered, in_backward)
-            _note_threads(in_forward, groups.gathering)
-            _note_threads(in_backward, groups.sending)
         handle.logs = known[groups]
-    sending = dict.fromkeys(g for groups in known for g in groups.sending)
     # A replica may evaluate alone, and would wait for the others.
     record(dict.fromkeys(g for each in known for g in each.gathering), agree=True)
-    record(sending, agree=replicas)
-    for each in (*forward.values(), *backward.values()):
-        own = [ref.get() for ref in each._groups]
-        # Groups of a fake world are not watched, and a log has no groups there.
-        each.elsewhere = tuple(
-            GroupRef(group) for group in sending if own and group not in own
-        )
+    record(dict.fromkeys(g for each in known for g in each.sending), agree=replicas)
     context.forward_logs = tuple(forward.values())
     context.backward_logs = tuple(backward.values())
-
-
-def _note_threads(log: OrderLog | None, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Let the rounds of ``log`` note their thread in the logs of ``groups``."""
-    if log is None:
-        return
-    for group in groups:
-        threads = operation_log(group).threads
-        # By identity: sets may be equal and not the same.
-        if not any(each is threads for each in log.threads):
-            log.threads.append(threads)
 
 
 def _log(
@@ -433,12 +373,113 @@ def _log(
     what: str,
     tree: str,
     groups: Sequence[dist.ProcessGroup],
-    waiting: Callable[[], str],
+    sends: Iterable[dist.ProcessGroup],
 ) -> OrderLog | None:
     """Return the log for ``groups``, created at the first call; None without groups."""
+    if not groups:
+        return None
     # Units may have equal groups in different ``Groups`` objects.
     key = tuple([group.group_name for group in groups])
-    if groups and key not in logs:
+    if key not in logs:
         refs = [GroupRef(group) for group in groups if can_compare(group)]
-        logs[key] = OrderLog(what, tree, order_over(groups), refs, waiting)
-    return logs.get(key)
+        logs[key] = OrderLog(what, tree, order_over(groups), refs)
+    found = logs[key]
+    # The rounds note their thread there.
+    found._sends = [*dict.fromkeys((*found._sends, *map(operation_log, sends)))]
+    return found
+
+
+# ---- what ranks tell: facts, and how they differ, in words ----
+
+
+def way_out(at: str) -> str:
+    """Return the last sentences of a ``DesyncError`` at a place of a round."""
+    return SAME_ROUNDS if at == BEGIN else SAME_UNITS
+
+
+def difference(told: Mapping[int, tuple[Fact, tuple[str, ...]]], at: str) -> str:
+    """Return the error of ranks that tell different facts, with their places."""
+    texts = contrast(*[fact for fact, _ in told.values()])
+    places = {rank: place for rank, (_, place) in told.items()}
+    return disagreement(dict(zip(told, texts, strict=True)), places, way_out(at))
+
+
+def contrast(*facts: Fact) -> list[str]:
+    """Return the facts in words, without the texts that all of them name.
+
+    >>> contrast(("reduces a", "x", "y"), ("reduces a", "y"))
+    ['reduces a, with x', 'reduces a']
+    """
+    common = set.intersection(*(set(named) for _, *named in facts))
+    own = [(does, [n for n in named if n not in common]) for does, *named in facts]
+    return [f"{does}, with {listed(named)}" if named else does for does, named in own]
+
+
+def forward_fact(value: Any, at: str) -> Fact:
+    """Return the fact of a use in forward, or of the begin of a forward."""
+    if at == BEGIN:
+        fqn, training, grads, changed = value
+        how = "training" if training else "eval", "with" if grads else "without"
+        of = f"a forward of {quoted(fqn)} in {how[0]} mode {how[1]} gradients"
+        return f"begins {of}", *_flags(changed)
+    if value is None:
+        return ("has no further unit to run",)
+    # The size lets ranks with models of different shapes raise before a collective.
+    regions = value.layout.regions
+    numel = sum([region.layout.padded_numel for region in regions])
+    does = f"runs {value.name} of {numel:,} elements"
+    if len(regions) > 1:
+        # ``group_by`` may return different groups on different ranks (for example
+        # ``hash`` of a string); the sizes may be equal in spite of that.
+        members = [[s.fqns for s in r.layout.parameters] for r in regions]
+        digest = zlib.crc32(repr(members).encode())
+        does += f" in {len(regions)} regions (grouping {digest:08x})"
+    return (does,)
+
+
+def backward_fact(value: Any, at: str) -> Fact:
+    """Return the fact of a use in backward, or of the begin of a backward."""
+    if at == BEGIN:
+        forward, syncs, structures, changed = value
+        of = forward_fact(forward, BEGIN)[0] if forward else "begins no forward"
+        does = f"begins the backward of {of.removeprefix('begins ')}"
+        # Without a root there are no units, and no reductions.
+        if not all(syncs) or not syncs:
+            does += f", reductions off{' for some units' if any(syncs) else ''}"
+        if rebuilt := sum(map(bool, structures)):
+            digest = zlib.crc32(repr(structures).encode())
+            does += f", with requires_grad changed in {rebuilt} units ({digest:08x})"
+        return does, *_flags(changed)
+    if value is None:
+        return ("has no further backward or reduction",)
+    if isinstance(value, FlatParamHandle):
+        return (f"runs the backward of {value.name}",)
+    handle, structure, arrived = value
+    does = f"reduces the gradients of {handle.name}"
+    # The unit was rebuilt since, so the flags no longer match its regions.
+    if structure != handle.layout.structure:
+        return (f"{does}, grouped as they were",)
+    missing = _without_gradient(handle, arrived)
+    return does, *[f"no gradient for {quoted(name)}" for name in missing]
+
+
+def _flags(changed: Iterable[Sequence[Any]]) -> list[str]:
+    """Return the entries of ``RuntimeContext.changed_flags`` in words."""
+    return [
+        name if trains is None else f"requires_grad={trains} of {quoted(name)}"
+        for name, trains, *_ in changed
+    ]
+
+
+def _without_gradient(
+    handle: FlatParamHandle, arrived: Sequence[bytes | bytearray]
+) -> list[str]:
+    """Return the FQNs from the root of parameters without a gradient on this rank."""
+    return [
+        slot_path(handle, slot)
+        for region, hits in zip(handle.layout.trainable, arrived, strict=True)
+        # Usually every gradient has arrived; then the parameters are not visited.
+        if 0 in hits
+        for slot, hit in zip(region.layout.parameters, hits, strict=True)
+        if not hit
+    ]

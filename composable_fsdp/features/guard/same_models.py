@@ -31,7 +31,7 @@ from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.groups import Groups, RankLayout
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import leave, record
+from composable_fsdp.comm.operations import record
 from composable_fsdp.errors import DesyncError, warn
 from composable_fsdp.features.guard.compare import (
     first_difference,
@@ -40,28 +40,25 @@ from composable_fsdp.features.guard.compare import (
 )
 from composable_fsdp.features.guard.fingerprint import (
     UnitFacts,
-    buffer_names,
     facts_of,
     fingerprint_of,
     told_facts,
 )
-from composable_fsdp.features.guard.meetings import history_of
+from composable_fsdp.features.guard.initialized import starts
+from composable_fsdp.features.guard.meetings import announce
 from composable_fsdp.features.guard.same_weights import (
     require_same_weights,
     weights_tag,
 )
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.features.guard.watch import leave_others
 from composable_fsdp.flat.param_form import groups_of
-from composable_fsdp.flat.param_ref import ParamRef, find_param
-from composable_fsdp.flat.residency import written
-from composable_fsdp.flat.value_hash import WAY_OUT, digest_of_start
-from composable_fsdp.naming import quoted, ranks_text
+from composable_fsdp.flat.param_ref import ParamRef
+from composable_fsdp.flat.value_hash import WAY_OUT
+from composable_fsdp.naming import by_value, listed, quoted, ranks_text
 from composable_fsdp.tree.initial_weights import ALL_RANKS, SHARD_RANKS
 from composable_fsdp.tree.root import outermost, set_param_paths
 from composable_fsdp.tree.state import _FSDPState, _RootFSDPState
 from composable_fsdp.tree.traversal import walk_states
-
-LOGGER = logging.getLogger("composable_fsdp")
 
 _WAY_OUT = (
     "Build the same model on every rank, and call fully_shard (or replicate) in the "
@@ -73,6 +70,8 @@ _FIRST_GATHER = (
     "a copy of a model: run forward, state_dict, save, ... of the model on every rank, "
     "outside of any 'if rank == 0'."
 )
+
+LOGGER = logging.getLogger("composable_fsdp")
 
 Units = list[tuple[str, _FSDPState]]
 """Units with their names from the outermost unit."""
@@ -124,20 +123,17 @@ def _compare_scopes(
     top: _FSDPState, units: Units, scopes: Sequence[Scope]
 ) -> list[str]:
     """Compare the units of each scope; return the texts of warnings that are due."""
-    buffers = buffer_names(top) if scopes else {}
     experts = sum(state.handle.groups.experts_ref is not None for _, state in units)
     due = []
     for scope in scopes:
         parts = scope.parts is not None
-        facts = facts_of(scope.units, buffers, 0 if parts else experts, parts=parts)
+        facts = facts_of(scope.units, 0 if parts else experts, parts=parts)
         try:
             due.append(_compare(top, scope, facts))
         except DesyncError as error:
             # Ranks outside of this scope found no difference, and wait for this rank in
             # the next scope or in the first forward.
-            for group in dict.fromkeys(g for each in scopes for g in each.route):
-                if group not in scope.route:
-                    leave(group, str(error.args[0]))
+            leave_others(scope.route[0], scope.route, str(error.args[0]))
             raise
     return list(filter(None, due))
 
@@ -211,7 +207,7 @@ def meet_if_used(groups: Iterable[dist.ProcessGroup], call: Call) -> None:
     for group in dict.fromkeys(groups):
         if group in _used and can_compare(group):
             # No ``meet``: these calls come once and are no part of the order of calls.
-            history_of(group).announce(call)
+            announce(group, call)
 
 
 _used: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -254,7 +250,7 @@ class _Said(NamedTuple):
     shared: int  # the tag of the ranks of the shard groups
     sharing: int  # number of ranks that are in all shard groups of this rank, or 0
     on_meta: int  # whether shards were on meta then
-    start: int  # as ``_written_start`` returns it
+    start: int  # that of the first shard that was written to since; 0 for none
 
 
 # The first forward may run inside a transform, where hashes would have no memory.
@@ -266,14 +262,17 @@ def _compare(top: _FSDPState, scope: Scope, facts: Sequence[UnitFacts]) -> str |
     """
     # Shard groups of other parts are other groups.
     shared = [] if scope.parts else _shard_groups(scope.units)
-    start, of = _written_start(top, [state.handle for _, state in scope.units])
+    states = [state for _, state in scope.units]
+    # One start is enough: each rank's first draw under a seed has the same numbers.
+    cut = [state for state in states if state.handle.groups.shard is not None]
+    start, of = next(starts(top, cut), (0, None))
     sent: Sequence[int] = (
         dist.get_rank(),
         fingerprint_of(facts),
         *weights_tag(scope.units, scope.parts),
         tag_of(shared),
         len(set.intersection(*map(set, shared))) if shared else 0,
-        any(state.handle.writes.at_build == -1 for _, state in scope.units),
+        any(state.handle.writes.at_build == -1 for state in states),
         start,
     )
     for group in scope.route:
@@ -296,27 +295,6 @@ def _shard_groups(units: Units) -> list[tuple[int, ...]]:
     groups = dict.fromkeys(state.handle.groups for _, state in units)
     shards = dict.fromkeys(each.shard for each in groups if each.shard is not None)
     return [tuple(dist.get_process_group_ranks(shard)) for shard in shards]
-
-
-def _written_start(
-    top: _FSDPState, handles: Sequence[FlatParamHandle]
-) -> tuple[int, ParamRef | None]:
-    """Return the start of the first shard that was written to since ``fully_shard``."""
-    changed = {
-        each
-        for each in handles
-        if each.groups.shard is not None
-        and written(each.layout) != each.writes.at_build
-    }
-    # One start is enough: each rank's first draw under a seed has the same numbers. An
-    # initialiser draws in this order, whatever the order in the flat buffer.
-    for module in top.modules if changed else ():
-        for ref in map(find_param, module.parameters()):
-            if ref is None or ref.handle not in changed:
-                continue
-            if digest := digest_of_start(ref.leaf.detach()):
-                return digest, ref
-    return 0, None
 
 
 def _log_equal_start(told: Sequence[_Said], start: int, of: ParamRef) -> None:
@@ -374,16 +352,9 @@ def _require_same_groups(
     if all(alike[each.shared] >= each.sharing for each in said):
         return
     told = gather(shared, route)
-    rank, ranks, peer = next(
-        (rank, ranks, peer)
-        for rank in sorted(told)
-        for ranks in told[rank]
-        for peer in ranks
-        if ranks not in told.get(peer, ())
-    )
-    theirs = " and over ".join(map(ranks_text, told.get(peer, ())))
+    words = {rank: listed(map(ranks_text, told[rank])) for rank in told}
     raise DesyncError(
-        f"Ranks disagree on who shares parameters: rank {rank} shards over "
-        f"{ranks_text(ranks)}, rank {peer} over {theirs or 'no group'}. Pass the same "
-        "process_group or device_mesh on all ranks. No parameter has been sent yet."
+        f"Ranks disagree on who shares parameters, sharded over {by_value(words)}. "
+        "Pass the same process_group or device_mesh on all ranks. No parameter has "
+        "been sent yet."
     )

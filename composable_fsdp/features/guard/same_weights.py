@@ -15,12 +15,9 @@ and compared with the other replicas' ::
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import TypeAlias
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard.compare import gather, ranks_by_value, tag_of
@@ -105,26 +102,18 @@ def _initial_hashes(
     units: Units, parts: dist.ProcessGroup | None
 ) -> list[list[int | None]]:
     """Return, per unit and slot, the hash of the initial value if not written to."""
-    # None after a broadcast, for values on meta, and with ``check_weights="off"``.
-    hashes = [state.initial.hashes for _, state in units]
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for each in hashes:
-        if each is not None:
-            by_device.setdefault(each.device, []).append(each)
-    # One copy to the host per device and not one per unit.
-    numbers = {d: iter(torch.cat(found).tolist()) for d, found in by_device.items()}
     found: list[list[int | None]] = []
-    for each, (_, state) in zip(hashes, units, strict=True):
-        if each is None:
-            found.append([])
-            continue
-        unwritten = _unwritten(state)
-        values: list[int | None] = list(islice(numbers[each.device], len(unwritten)))
-        if parts is not None or not all(unwritten):
-            for index, kept in enumerate(unwritten):
-                if not kept or _is_cut(state, index, parts):
-                    values[index] = None
-        found.append(values)
+    for _, state in units:
+        # None after a broadcast, for values on meta, and with ``check_weights="off"``.
+        hashes = state.initial.hashes
+        values = [] if hashes is None else hashes.tolist()
+        kept = _unwritten(state) if values else ()
+        found.append(
+            [
+                v if unwritten and not _is_cut(state, index, parts) else None
+                for index, (v, unwritten) in enumerate(zip(values, kept, strict=True))
+            ]
+        )
     return found
 
 

@@ -194,8 +194,7 @@ class GroupWatch(Recorder):
         self.broken, self.log.guarded = text, True
         # Ranks of the other groups of a hybrid model wait for this rank there.
         for other in _WATCH.like(self):
-            if not other.broken:
-                other.raises(text, owes=False)
+            other.raises(text, owes=False)
         return DesyncError(text)
 
     def leave(self, does: str, predicate: str, advice: str = "") -> None:
@@ -382,10 +381,10 @@ class _Watch:
             self._thread.start()
 
     def like(self, watch: GroupWatch) -> list[GroupWatch]:
-        """Return ``watch``, then the watches of groups that the same threads use."""
+        """Return ``watch``, then those of groups that no other threads use."""
         others = [each for each in list(self.groups.values()) if each is not watch]
         same = watch.threads()
-        return [watch, *(each for each in others if each.threads() == same)]
+        return [watch, *(each for each in others if each.threads() in (same, []))]
 
     def stop(self) -> None:
         """End the thread, and say that the program ends; called at exit."""
@@ -456,6 +455,20 @@ def agree_on_name(group: dist.ProcessGroup, predicate: str) -> str:
                 if why := wait.pause(name.missing):
                     return why
     return ""
+
+
+def leave_others(
+    group: dist.ProcessGroup, known: Iterable[dist.ProcessGroup], text: str
+) -> None:
+    """Tell ranks of the groups that are used like ``group`` that this one raises.
+
+    The ranks of the groups ``known`` have ``text``.
+    """
+    if group in _WATCH.groups:
+        told = [_WATCH.groups.get(each) for each in known]
+        for other in _WATCH.like(_WATCH.groups[group]):
+            if other not in told:
+                other.raises(text, owes=False)
 
 
 def require_unbroken(group: dist.ProcessGroup) -> None:
