@@ -108,67 +108,36 @@ def smallest_world_size(found: Forecast, capacity: int) -> int | None:
 
 
 def _changes(found: Forecast) -> list[_Change]:
-    """Return the changes that may need less memory."""
+    """Return changes that may need less memory, those that cost least first."""
     plan, units = found.plan, found.plan.units
     options = [unit.options for unit in units]
-    full, hybrid = FULL_SHARD, HYBRID[0]
-    strategy = hybrid if any(o.strategy in HYBRID for o in options) else full
-    activations = found.activations
+    strategy = HYBRID[0] if any(o.strategy in HYBRID for o in options) else FULL_SHARD
     name = strategy.name.lower().replace("_", "-")
-    switch = {"strategy": strategy, "placement": None}
     # The command refuses both, and takes FULL_SHARD beside a placement for its default.
     only = ", without --placement" if any(o.placement for o in options) else ""
-    # In the order of what a user loses: first memory for time, at last the host.
-    rows: list[tuple[bool, _Change]] = [
-        (
-            any(o.chosen not in (full, hybrid) for o in options),
-            (f"strategy={strategy.name}", f"--strategy {name}{only}", switch),
-        ),
-        (
-            # NO_SHARD has replicas without groups, and FULL_SHARD is its change.
-            any(u.shard_world_size > 1 and u.replicas > 1 for u in units),
-            (
-                "one shard group of all ranks, without replicas",
-                f"--strategy full-shard, without --shard-world-size{only}",
-                {**switch, "strategy": full, "shard_world_size": plan.world_size},
-            ),
-        ),
-        (
-            any(o.mixed_precision is None for o in options),
-            (
-                "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)",
-                "--param-dtype bfloat16",
-                {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
-            ),
-        ),
-        (
-            any(o.backward_prefetch is not None for o in options),
-            (
-                "backward_prefetch=None",
-                "--backward-prefetch none",
-                {"backward_prefetch": None},
-            ),
-        ),
-        (
-            # Less padding is not worth sharded parameters of one dimension.
-            plan.padded_numel > 1.01 * plan.numel,
-            ("block=Block.ELEMENT", "--block element", {"block": Block.ELEMENT}),
-        ),
-        (
-            activations is not None and not activations.checkpointed,
-            (
-                "activation checkpointing of each unit",
-                "--checkpointing",
-                {"checkpointing": True},
-            ),
-        ),
-        (
-            not all(unit.is_offloaded for unit in units),
-            (
-                "cpu_offload=CPUOffload(offload_params=True)",
-                "--cpu-offload",
-                {"cpu_offload": CPUOffload(offload_params=True)},
-            ),
-        ),
+    whole = {"strategy": strategy, "placement": None}
+    found_changes: list[_Change] = [
+        (f"strategy={strategy.name}", f"--strategy {name}{only}", whole)
     ]
-    return [change for matters, change in rows if matters]
+    # NO_SHARD has replicas without groups, and FULL_SHARD is its change.
+    if any(u.shard_world_size > 1 and u.replicas > 1 for u in units):
+        text = "one shard group of all ranks, without replicas"
+        how = f"--strategy full-shard, without --shard-world-size{only}"
+        group = {"strategy": FULL_SHARD, "shard_world_size": plan.world_size}
+        found_changes.append((text, how, {**whole, **group}))
+    if any(o.mixed_precision is None for o in options):
+        low = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+        text = "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)"
+        found_changes.append((text, "--param-dtype bfloat16", low))
+    late = {"backward_prefetch": None}
+    found_changes.append(("backward_prefetch=None", "--backward-prefetch none", late))
+    # Less padding is not worth sharded parameters of one dimension.
+    if plan.padded_numel > 1.01 * plan.numel:
+        cut = {"block": Block.ELEMENT}
+        found_changes.append(("block=Block.ELEMENT", "--block element", cut))
+    if found.activations is not None and not found.activations.checkpointed:
+        text = "activation checkpointing of each unit"
+        found_changes.append((text, "--checkpointing", {"checkpointing": True}))
+    host = {"cpu_offload": CPUOffload(offload_params=True)}
+    text = "cpu_offload=CPUOffload(offload_params=True)"
+    return [*found_changes, (text, "--cpu-offload", host)]

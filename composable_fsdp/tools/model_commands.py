@@ -1,11 +1,12 @@
-"""``python -m composable_fsdp plan`` and ``simulate``: a model without a GPU."""
+"""``python -m composable_fsdp plan`` and ``simulate``: a model without a GPU.
+
+A command returns its report, as JSON has it, the report as text, and the exit status.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
-import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,40 +22,34 @@ from composable_fsdp.config import (
     Placement,
     ShardingStrategy,
 )
-from composable_fsdp.errors import FSDPError, PlanError
-from composable_fsdp.features.wires.formats import Float8Wire, Int8Wire
+from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import size_text
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.policies import SizePolicy
 from composable_fsdp.tools import plan_models, plan_report
 from composable_fsdp.tools.activations import measure_activations
-from composable_fsdp.tools.arguments import split_words, word_of
-from composable_fsdp.tools.command import BAD, USAGE, Command, Report
+from composable_fsdp.tools.command_line import split_words
 from composable_fsdp.tools.fake_world import simulated_meshes
 from composable_fsdp.tools.fit import fit
 from composable_fsdp.tools.machine import Machine
 from composable_fsdp.tools.memory import Activations
 from composable_fsdp.tools.model_units import NoSplitPolicy, guess_units
-from composable_fsdp.tools.plan import plan
+from composable_fsdp.tools.plan import plan as plan_of
 from composable_fsdp.tools.sharding_plan import Forecast, ShardingPlan, forecast
-from composable_fsdp.tools.simulate import simulate
+from composable_fsdp.tools.simulate import simulate as simulated_step
 from composable_fsdp.tools.simulated_clock import Clock
 from composable_fsdp.tools.simulated_world import simulated_world
 
-_STRATEGIES = {word_of(strategy.name): strategy for strategy in ShardingStrategy}
-_WIRES = {
-    "int8": Int8Wire(),
-    "float8": Float8Wire(),
-    "float8-tensor": Float8Wire("tensor"),
-}
-_PREFETCH = {
+Answer = tuple[dict[str, Any], str, int]
+
+STRATEGIES = {s.name.strip("_").lower().replace("_", "-"): s for s in ShardingStrategy}
+PREFETCH = {
     "pre": BackwardPrefetch.BACKWARD_PRE,
     "post": BackwardPrefetch.BACKWARD_POST,
     "none": None,
 }
 
 
-def _plan(given: argparse.Namespace) -> Report:
+def plan(given: argparse.Namespace) -> Answer:
     """Make the plan, and return its report; a key that is absent was not asked for."""
     # ``--hf`` is another way to write a MODEL.
     targets = [*given.models, *([given.hf] if given.hf else [])]
@@ -69,7 +64,7 @@ def _plan(given: argparse.Namespace) -> Report:
     # Measuring activations sends, and so does planning for other dtypes.
     with _job(given) as mesh:
         model, options, units_from = _asked(targets[0], given, mesh)
-        planned = plan(model.module, world_size=given.world_size // cut, **options)
+        planned = plan_of(model.module, world_size=given.world_size // cut, **options)
         found = forecast(
             planned,
             optimizer=given.optimizer,
@@ -94,11 +89,14 @@ def _plan(given: argparse.Namespace) -> Report:
                     "the estimated time counts matrix products in float32 at the speed "
                     "of bfloat16; pass --param-dtype bfloat16"
                 )
+        text = plan_report.text_of(report)
         if given.plot:
             plan_report.draw_memory(given.plot, found, given.gpu_memory)
             # The report says where the picture is, also in JSON.
             report["plot"] = str(given.plot)
-    return report
+            text += f"\n\nwrote {given.plot}"
+    # Without ``--gpu-memory`` there is nothing to fit into.
+    return report, text, int(not report.get("fit", {}).get("fits", True))
 
 
 def _activations(
@@ -127,7 +125,7 @@ def _activations(
     )
 
 
-def _time(found: Forecast, given: argparse.Namespace) -> Report:
+def _time(found: Forecast, given: argparse.Namespace) -> dict[str, Any]:
     """Return the estimated time of a step."""
     assert found.activations is not None
     how = {"compiled": given.compile, "float8": given.float8}
@@ -143,24 +141,10 @@ def _time(found: Forecast, given: argparse.Namespace) -> Report:
     }
 
 
-def _show_plan(found: Report) -> None:
-    """Print a report on standard output."""
-    # A file or a pipe gets all columns.
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(plan_report.text_of(found, width))
-    if "plot" in found:
-        print(f"\nwrote {found['plot']}")
-
-
-def _simulate(given: argparse.Namespace) -> Report:
+def simulate(given: argparse.Namespace) -> Answer:
     """Simulate the step, write the trace, and return the report."""
     model, options, _ = _asked(given.model, given, None)
-    if model.inputs is None:
-        raise PlanError(
-            "simulate needs --batch, as --batch 4x2048, or a function that returns "
-            "(model, arguments of its forward)."
-        )
-    found = simulate(
+    found = simulated_step(
         model.module,
         world_size=given.world_size,
         batch=model.inputs,
@@ -169,34 +153,19 @@ def _simulate(given: argparse.Namespace) -> Report:
         max_norm=given.max_norm,
         **options,
     )
-    report = {"model": given.model, **found.as_dict()}
-    # The text is made only if it is printed.
-    if not given.json:
-        report["text"] = str(found)
+    report, lines = {"model": given.model, **found.as_dict()}, [str(found)]
+    if given.gpu_memory:
+        need = found.peak.memory.total
+        report |= {"fits": need <= given.gpu_memory, "gpu_memory": given.gpu_memory}
+        verdict = "fits" if report["fits"] else "does not fit"
+        lines.append(f"{verdict}: {size_text(need)} of {size_text(given.gpu_memory)}")
     if given.trace:
         found.save_trace(given.trace)
         report["trace"] = str(given.trace)
-    if given.gpu_memory:
-        report["fits"] = found.peak.memory.total <= given.gpu_memory
-        report["gpu_memory"] = given.gpu_memory
-    return report
-
-
-def _show_step(found: Report) -> None:
-    """Print a report on standard output."""
-    print(f"{found['model']}: {found['text']}")
+        lines.append(f"trace, for https://ui.perfetto.dev: {given.trace}")
+    text = f"{given.model}: " + "\n".join(lines)
     # Without ``--gpu-memory`` there is nothing to fit into.
-    if "fits" in found:
-        verdict = "fits" if found["fits"] else "does not fit"
-        need, size = found["peak"]["bytes"], found["gpu_memory"]
-        print(f"{verdict}: {size_text(need)} of {size_text(size)}")
-    if "trace" in found:
-        print(f"trace, for https://ui.perfetto.dev: {found['trace']}")
-
-
-_BAD_INPUT = (FSDPError, OSError, TypeError, ValueError)
-"""What a model or its arguments may raise: refusals of the planner and the runtime,
-wrong values of options, files that cannot be written."""
+    return report, text, int(not report.get("fits", True))
 
 
 @contextmanager
@@ -236,15 +205,11 @@ def _chosen_of(
     model: plan_models.Model, given: argparse.Namespace
 ) -> tuple[dict[str, Any], str]:
     """Return the policy or the units that the arguments select, and how they do."""
-    number, classes, units = given.min_parameters, given.unit_class, given.units
-    if sum(map(bool, (number, classes, units))) > 1:
+    classes, units = given.unit_class, given.units
+    if classes and units:
         raise PlanError(
-            "--units, --unit-class and --min-parameters select all units each; give "
-            "one of them."
+            "--units and --unit-class select all units each; give one of them."
         )
-    if number:
-        text = f"the smallest modules of {number:,} parameters"
-        return {"policy": SizePolicy(number)}, text
     if classes:
         text = f"modules of class {', '.join(classes)}"
         return {"policy": NoSplitPolicy(classes)}, text
@@ -260,12 +225,9 @@ def _placement(text: str | None) -> Placement | None:
     if text is None:
         return None
     # A comma without a name behind it is between dims.
-    rows = re.split(r",(?=\w+=)", text.replace(" ", ""))
-    pairs = [row.partition("=") for row in rows]
+    rows = [row.partition("=") for row in re.split(r",(?=\w+=)", text)]
     try:
-        if not all(equals for _, equals, _ in pairs):
-            raise TypeError("a name without its dims")
-        return Placement(**{name: tuple(split_words(dims)) for name, _, dims in pairs})
+        return Placement(**{name: tuple(split_words(dims)) for name, _, dims in rows})
     except (TypeError, PlanError) as error:
         raise PlanError(
             "--placement expects the dims of parameters, between, gradients and "
@@ -278,41 +240,18 @@ def _options_of(given: argparse.Namespace) -> dict[str, Any]:
     """Return the options of ``fully_shard`` that the arguments select."""
     names = (given.param_dtype, given.reduce_dtype)
     low = MixedPrecision(*(name and getattr(torch, name) for name in names))
-    block, _, rows = given.block.partition(":")
     found = {
-        "strategy": _STRATEGIES[given.strategy],
+        "strategy": STRATEGIES[given.strategy],
         "placement": _placement(given.placement),
         # Without a dtype there is no mixed precision, as in ``fully_shard``.
         "mixed_precision": low if low != MixedPrecision() else None,
         "cpu_offload": CPUOffload(offload_params=True) if given.cpu_offload else None,
-        "backward_prefetch": _PREFETCH[given.backward_prefetch],
-        "forward_prefetch": given.forward_prefetch,
-        "block": Block.rows(int(rows)) if rows else Block[block.upper()],
-        # ``get``: None without ``--wire``.
-        "wire": _WIRES.get(given.wire),
-        "tied_params": given.tied_params,
+        "backward_prefetch": PREFETCH[given.backward_prefetch],
+        "block": Block[given.block.upper()],
     }
-    # Without defaults, which a function that shards by itself would be asked to change;
-    # "error" is that of ``tied_params``, which is no option of a unit.
+    # Without defaults, which a function that shards by itself would be asked to change.
     return {
         name: each
         for name, each in found.items()
-        if each != getattr(UnitOptions(), name, "error")
+        if each != getattr(UnitOptions(), name)
     }
-
-
-PLAN = Command(
-    _plan,
-    _show_plan,
-    # Without ``--gpu-memory`` there is nothing to fit into.
-    lambda found: 0 if found.get("fit", {}).get("fits", True) else BAD,
-    USAGE,
-    _BAD_INPUT,
-)
-SIMULATE = Command(
-    _simulate,
-    _show_step,
-    lambda found: 0 if found.get("fits", True) else BAD,
-    USAGE,
-    _BAD_INPUT,
-)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from composable_fsdp.comm.placements import name_of
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import listed, size_text
-from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.storage.manifest import dtype_name
 from composable_fsdp.tools.texts import counted
 from composable_fsdp.tools.unit_costs import Traffic
@@ -29,14 +28,8 @@ KINDS = {
 }
 """Kinds of memory, with the words that a reader sees."""
 
-_WORDS = ("unit", "", "class", "regions")
-"""Columns of words, which are aligned to the left."""
-
 _KEPT = ("parameters", "gradients", "optimizer")
 """Kinds that stay between steps."""
-
-_HOST_LINK = 50e9
-"""Bytes a second between host and device: what PCIe 5.0 with 16 lanes reaches."""
 
 
 def report_of(
@@ -56,7 +49,6 @@ def report_of(
             "times": row.fold.times,
             "class": row.fold.unit.class_name,
             **{name: getattr(row, name) for name in columns},
-            "regions": _regions(row.fold.unit, plan.units[0]),
             **_traffic(row.traffic),
         }
         for row in found.rows
@@ -126,23 +118,8 @@ def _options(plan: Any) -> Report:
     }
 
 
-def _regions(unit: UnitPlan, root: UnitPlan) -> str:
-    """Return the regions of a unit as text: dtype, frozen, group and parameters."""
-    words = []
-    for region in unit.regions:
-        frozen = "" if region.trainable else " frozen"
-        group = "" if region.group is None else f" group {region.group!r}"
-        count = counted(len(region.parameters), "parameter")
-        words.append(f"{count} in {dtype_name(region.dtype)}{frozen}{group}")
-    # Experts are sharded over fewer ranks than the model.
-    ranks, most = (u.shard_world_size * u.replicas for u in (unit, root))
-    over = "" if ranks == most else f", over {counted(ranks, 'rank')}"
-    return (", ".join(words) or "no parameters") + over
-
-
 def _further(found: Any) -> Iterator[str]:
-    """Yield sentences on an arena, on optimizer states on the host, and on units that
-    hold trainable and frozen parameters."""
+    """Yield sentences on an arena, and on units with frozen parameters in part."""
     step = found.plan.step_memory()
     full, reduce = step.kept
     count = counted(sum(len(slot.units) for slot in step.slots), "unit")
@@ -151,16 +128,6 @@ def _further(found: Any) -> Iterator[str]:
         yield (
             f"arena: {counted(len(step.slots), 'slot')} of {size_text(full)} in all "
             f"for the full parameters of {count}{reductions}, between steps, too"
-        )
-    units = [unit for unit in found.plan.units if unit.has_host_states]
-    if units:
-        nbytes = sum(map(found.optimizer.state_bytes, units))
-        two = size_text(found.optimizer.buffer_bytes(units))
-        yield (
-            f"optimizer states on the host: {size_text(nbytes)} of "
-            f"{counted(len(units), 'unit')}, on the device two buffers of {two} in "
-            f"all, in a step of at least {2 * nbytes / _HOST_LINK * 1e3:.3g} ms (there "
-            f"and back at {_HOST_LINK / 1e9:.0f} GB/s)"
         )
     for fold in (row.fold for row in found.rows):
         trainable, frozen = fold.unit.trainable, fold.unit.frozen
@@ -190,9 +157,9 @@ def _sent(sent: Report) -> str:
     return ", ".join(found) or "no communication"
 
 
-def text_of(report: Report, width: int | None = None) -> str:
-    """Return the report as text; tables leave columns out to keep to ``width``."""
-    lines = [_headline(report), *_units(report, width), *_peak(report), ""]
+def text_of(report: Report) -> str:
+    """Return the report as text."""
+    lines = [_headline(report), *_units(report), *_peak(report), ""]
     lines.append(f"Per step and rank: {_sent(report['step'])}.")
     lines += report["further"]
     if report["host_bytes"]:
@@ -252,47 +219,28 @@ def _headline(report: Report) -> str:
     )
 
 
-def _units(report: Report, width: int | None) -> list[str]:
+def _units(report: Report) -> list[str]:
     """Return the table of units; its last row is the sum."""
-    total = {"unit": "total", "class": "", **report["total"]}
     rows = [
-        {
-            "unit": row["unit"],
-            "": f"{row['times']} x",
-            "class": row["class"],
-            "elements": f"{row['numel']:,}",
-            **{name: size_text(row[name]) for name in _KEPT},
-            "sum": size_text(row["sharded"]),
-            "padding": (
-                f"{row['padded_numel'] / row['numel'] - 1:.2%}" if row["numel"] else "-"
-            ),
-            # Units are full in turns, so this column has no sum.
-            "one unit full": "most " * (row is total) + size_text(row["full"]),
-            "regions": "" if row is total else row["regions"],
-        }
-        for row in (*report["rows"], total)
+        [
+            row["unit"],
+            f"{row['times']} x",
+            *(size_text(row[name]) for name in (*_KEPT, "sharded")),
+            f"{row['padded_numel'] / row['numel'] - 1:.2%}" if row["numel"] else "-",
+        ]
+        for row in (*report["rows"], {"unit": "total", **report["total"]})
     ]
-    names = list(rows[0])
-    # A reader misses the sums and the names last.
-    for dropped in ("regions", "padding", "class", "elements", "one unit full", None):
-        left = [i for i, name in enumerate(names) if name in _WORDS]
-        lines = _table(names, [[r[n] for n in names] for r in rows], left)
-        if width is None or dropped is None or max(map(len, lines)) <= width:
-            break
-        names.remove(dropped)
-    return ["", "Bytes per rank between steps", *lines]
+    header = ["unit", "", *_KEPT, "sum", "padding"]
+    return ["", "Bytes per rank between steps", *_table(header, rows)]
 
 
-def _table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], left: Container[int]
-) -> list[str]:
-    """Return the lines of a table whose columns ``left`` are left-aligned."""
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table whose first column is left-aligned."""
     cells = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
         ).rstrip()
         for row in cells
     ]
@@ -316,7 +264,7 @@ def _peak(report: Report) -> list[str]:
             rows.append([words, size])
     rows.append(["total", size_text(peak["bytes"])])
     title = f"Bytes on the device at the peak of a step: {peak['when']}"
-    return ["", title, *_table(["", "per rank"], rows, range(1))]
+    return ["", title, *_table(["", "per rank"], rows)]
 
 
 def _verdict(report: Report) -> Iterator[str]:

@@ -174,8 +174,6 @@ def test_the_picture_is_the_memory_of_a_step(
         (":Net --strategy full_shrd", "did you mean full-shard"),
         (":Net --placement states=rows", "expects a mesh with dim 'rows'"),
         (":Net --placement shard", "as parameters=shard,between=shard,.*'shard'"),
-        (":Net --placement gradients", "as parameters=.*a name without its dims"),
-        (":Net --placement gradients=shard", "as parameters=.*without their"),
         (":Net --placement states=shard --strategy zero2", "not both"),
         (":Net x:y", "expects one MODEL, got 2"),
     ],
