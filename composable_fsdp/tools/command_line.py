@@ -189,9 +189,6 @@ models MODELS
     see below
 --hf PATH
     a config.json of transformers, or its directory
---tensor-parallel-size N
-    ranks over which MODEL cuts matrices by parallelize_module; its function gets the
-    mesh ('dp', 'tp') (default: no tensor parallelism)
 --plot FILE
     draw the memory over one step, as plan.png, .svg or .pdf
 --time machine

@@ -55,7 +55,7 @@ class FakeOps(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
                 raise PlanError(
                     f"simulate counts no collectives of the model's own layers, and "
                     f"the model sends {func._opname}, as tensor parallelism does. "
-                    "plan with --tensor-parallel-size tells the memory."
+                    "plan and measure_activations tell the memory."
                 )
             # The fake form of a wait would return new memory.
             waits = func._opname == "wait_tensor"

@@ -30,14 +30,14 @@ _Change = tuple[str, str, dict[str, Any]]
 """A change of the plan: for a reader, for the command line, and for ``replan``."""
 
 
-def fit(found: Forecast, capacity: int, cut: int = 1) -> dict[str, Any]:
+def fit(found: Forecast, capacity: int) -> dict[str, Any]:
     """Return whether ``found`` fits into ``capacity`` bytes, and what else would."""
     smallest = smallest_world_size(found, capacity)
     fits = found.total <= capacity
     return {
         "capacity": capacity,
         "fits": fits,
-        "smallest_world_size": smallest and cut * smallest,
+        "smallest_world_size": smallest,
         "changes": [] if fits else _what_helps(found, capacity),
     }
 

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.config import (
     BackwardPrefetch,
@@ -28,16 +25,12 @@ from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tools import plan_models, plan_report
 from composable_fsdp.tools.activations import measure_activations
 from composable_fsdp.tools.command_line import split_words
-from composable_fsdp.tools.fake_world import simulated_meshes
 from composable_fsdp.tools.fit import fit
-from composable_fsdp.tools.machine import Machine
 from composable_fsdp.tools.memory import Activations
 from composable_fsdp.tools.model_units import NoSplitPolicy, guess_units
 from composable_fsdp.tools.plan import plan as plan_of
 from composable_fsdp.tools.sharding_plan import Forecast, ShardingPlan, forecast
 from composable_fsdp.tools.simulate import simulate as simulated_step
-from composable_fsdp.tools.simulated_clock import Clock
-from composable_fsdp.tools.simulated_world import simulated_world
 
 Answer = tuple[dict[str, Any], str, int]
 
@@ -60,41 +53,32 @@ def plan(given: argparse.Namespace) -> Answer:
         )
     if (given.compile or given.float8) and not given.time:
         raise PlanError("--compile and --float8 need --time, as --time h100.")
-    cut = given.tensor_parallel_size or 1
-    # Measuring activations sends, and so does planning for other dtypes.
-    with _job(given) as mesh:
-        model, options, units_from = _asked(targets[0], given, mesh)
-        planned = plan_of(model.module, world_size=given.world_size // cut, **options)
-        found = forecast(
-            planned,
-            optimizer=given.optimizer,
-            activations=_activations(model, planned, given),
-        )
-        # A plan has the collectives of sharding; the model's own are in its forward.
-        own = f"collectives over the {cut} tensor-parallel ranks are not counted"
-        report = plan_report.report_of(
-            found,
-            source=model.source,
-            units_from=units_from,
-            tensor_parallel_size=given.tensor_parallel_size,
-            notes=[*model.notes, *([own] if cut > 1 else [])],
-        )
-        if given.gpu_memory is not None:
-            report["fit"] = fit(found, given.gpu_memory, cut)
-        if given.time:
-            report["time"] = _time(found, given)
-            dtypes = [d for unit in found.plan.units for _, d in unit.with_dtypes]
-            if any(each.compute.itemsize > 2 for each in dtypes):
-                report["warnings"].append(
-                    "the estimated time counts matrix products in float32 at the speed "
-                    "of bfloat16; pass --param-dtype bfloat16"
-                )
-        text = plan_report.text_of(report)
-        if given.plot:
-            plan_report.draw_memory(given.plot, found, given.gpu_memory)
-            # The report says where the picture is, also in JSON.
-            report["plot"] = str(given.plot)
-            text += f"\n\nwrote {given.plot}"
+    model, options, units_from = _asked(targets[0], given)
+    planned = plan_of(model.module, world_size=given.world_size, **options)
+    found = forecast(
+        planned,
+        optimizer=given.optimizer,
+        activations=_activations(model, planned, given),
+    )
+    report = plan_report.report_of(
+        found, source=model.source, units_from=units_from, notes=model.notes
+    )
+    if given.gpu_memory is not None:
+        report["fit"] = fit(found, given.gpu_memory)
+    if given.time:
+        report["time"] = _time(found, given)
+        dtypes = [d for unit in found.plan.units for _, d in unit.with_dtypes]
+        if any(each.compute.itemsize > 2 for each in dtypes):
+            report["warnings"].append(
+                "the estimated time counts matrix products in float32 at the speed of "
+                "bfloat16; pass --param-dtype bfloat16"
+            )
+    text = plan_report.text_of(report)
+    if given.plot:
+        plan_report.draw_memory(given.plot, found, given.gpu_memory)
+        # The report says where the picture is, also in JSON.
+        report["plot"] = str(given.plot)
+        text += f"\n\nwrote {given.plot}"
     # Without ``--gpu-memory`` there is nothing to fit into.
     return report, text, int(not report.get("fit", {}).get("fits", True))
 
@@ -112,8 +96,8 @@ def _activations(
     if plan_models.is_sharded(model.module):
         raise PlanError(
             f"plan counts activations before sharding, and {model.source} shards its "
-            "model itself. Let the function return the model after parallelize_module "
-            "and select --units, leave the batch out, or run simulate."
+            "model itself. Let the function return the unsharded model and select "
+            "--units, leave the batch out, or run simulate."
         )
     return measure_activations(
         model.module,
@@ -143,7 +127,7 @@ def _time(found: Forecast, given: argparse.Namespace) -> dict[str, Any]:
 
 def simulate(given: argparse.Namespace) -> Answer:
     """Simulate the step, write the trace, and return the report."""
-    model, options, _ = _asked(given.model, given, None)
+    model, options, _ = _asked(given.model, given)
     found = simulated_step(
         model.module,
         world_size=given.world_size,
@@ -168,28 +152,13 @@ def simulate(given: argparse.Namespace) -> Answer:
     return report, text, int(not report.get("fits", True))
 
 
-@contextmanager
-def _job(given: argparse.Namespace) -> Iterator[DeviceMesh | None]:
-    """Be a rank of the job that the arguments describe; yields its mesh, or None."""
-    if given.tensor_parallel_size is None:
-        yield None
-        return
-    sizes = (given.world_size, given.shard_world_size, given.tensor_parallel_size)
-    plan_models.check_sizes(*sizes)
-    # A function that cuts its model needs the process groups of the job, which here are
-    # those of a simulated world. No step runs, so nobody reads the times.
-    world = simulated_world(sizes[0], Clock(Machine()), streams=False)
-    with world, simulated_meshes():
-        yield plan_models.job_mesh(*sizes)
-
-
 def _asked(
-    target: str, given: argparse.Namespace, mesh: DeviceMesh | None
+    target: str, given: argparse.Namespace
 ) -> tuple[plan_models.Model, dict[str, Any], str]:
     """Return the model on meta, arguments of ``plan``, and how units were selected."""
     # ``--hf`` says that the path is that of a configuration.
     is_config = target == getattr(given, "hf", None)
-    model = plan_models.load_model(target, mesh, is_config=is_config)
+    model = plan_models.load_model(target, is_config=is_config)
     # A batch on the command line goes before inputs that the function returned.
     if given.batch:
         model = model._replace(inputs=plan_models.inputs_for(model, given.batch))

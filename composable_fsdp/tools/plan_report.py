@@ -37,7 +37,6 @@ def report_of(
     *,
     source: str = "",
     units_from: str = "",
-    tensor_parallel_size: int | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
     """Return the numbers of a ``Forecast``, for JSON. Bytes are per rank."""
@@ -53,7 +52,6 @@ def report_of(
         }
         for row in found.rows
     ]
-    cut = tensor_parallel_size or 1
     # The root of a hybrid plan may be unsharded; the units below tell the groups.
     groups = max(plan.units, key=lambda unit: unit.shard_world_size)
     whole = plan.whole_numel
@@ -73,10 +71,9 @@ def report_of(
             **_options(plan),
             "optimizer": found.optimizer.name,
             "checkpointing": bool(activations and activations.checkpointed),
-            "world_size": plan.world_size * cut,
+            "world_size": plan.world_size,
             "shard_world_size": groups.shard_world_size,
             "replicas": groups.replicas,
-            "tensor_parallel_size": tensor_parallel_size,
         },
         "rows": rows,
         "total": {
@@ -119,7 +116,7 @@ def _options(plan: Any) -> Report:
 
 
 def _further(found: Any) -> Iterator[str]:
-    """Yield sentences on an arena, and on units with frozen parameters in part."""
+    """Yield sentences on an arena, states on the host, and units frozen in part."""
     step = found.plan.step_memory()
     full, reduce = step.kept
     count = counted(sum(len(slot.units) for slot in step.slots), "unit")
@@ -128,6 +125,16 @@ def _further(found: Any) -> Iterator[str]:
         yield (
             f"arena: {counted(len(step.slots), 'slot')} of {size_text(full)} in all "
             f"for the full parameters of {count}{reductions}, between steps, too"
+        )
+    units = [unit for unit in found.plan.units if unit.has_host_states]
+    if units:
+        nbytes = sum(map(found.optimizer.state_bytes, units))
+        two = size_text(found.optimizer.buffer_bytes(units))
+        # 50 GB/s between host and device: what PCIe 5.0 with 16 lanes reaches.
+        yield (
+            f"optimizer states on the host: {size_text(nbytes)}, on the device two "
+            f"buffers of {two} in all, in a step of at least {nbytes / 25e6:.3g} ms "
+            "(there and back at 50 GB/s)"
         )
     for fold in (row.fold for row in found.rows):
         trainable, frozen = fold.unit.trainable, fold.unit.frozen
@@ -190,13 +197,9 @@ def _headline(report: Report) -> str:
     """Return the model and the options as two lines."""
     model, options = report["model"], report["options"]
     # Replicas times ranks per shard group, as the dims of a mesh.
-    cut, replicas = options["tensor_parallel_size"], options["replicas"]
-    dims = [str(replicas)] if replicas > 1 else []
-    dims += [str(options["shard_world_size"])]
-    dims += [f"{cut} tensor-parallel"] if cut is not None else []
     ranks = counted(options["world_size"], "rank")
-    if dims[1:]:
-        ranks += f" ({' x '.join(dims)})"
+    if options["replicas"] > 1:
+        ranks += f" ({options['replicas']} x {options['shard_world_size']})"
     given = [
         options["strategy"],
         f"parameters in {' and '.join(options['dtypes'])}",

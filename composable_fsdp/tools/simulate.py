@@ -13,19 +13,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp.access.grads import clip_grad_norm_
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.planning import walk
-from composable_fsdp.tools import fake_world, plan_models
+from composable_fsdp.planning.dtensors import is_dtensor
+from composable_fsdp.tools import fake_world
 from composable_fsdp.tools.machine import Machine
 from composable_fsdp.tools.memory import OPTIMIZERS, DeviceType
 from composable_fsdp.tools.model_units import unit_names
 from composable_fsdp.tools.plan import plan
-from composable_fsdp.tools.plan_models import Model, is_sharded, returned
+from composable_fsdp.tools.plan_models import Model, check_sizes, is_sharded, made_by
 from composable_fsdp.tools.simulated_clock import Clock
 from composable_fsdp.tools.simulated_world import replaced, simulated_world, tensors_of
 from composable_fsdp.tools.simulation import Simulation
@@ -169,8 +170,9 @@ def simulate(
         found = simulate(net, world_size=4, batch=torch.zeros(2, 8), units=["*"])
         print(found.peak.memory.total, [each.title for each in found.collectives])
     """
-    plan_models.check_sizes(world_size, shard_world_size)
+    check_sizes(world_size, shard_world_size)
     _check(model, optimizer, device_type)
+    name = getattr(model, "__name__", type(model).__name__)
     # A default in the signature would print all speeds in ``help``.
     clock = Clock(machine or Machine())
     # The order of CUDA needs streams, which stand-ins are.
@@ -179,16 +181,17 @@ def simulate(
         # The ranks of a mesh are read as numbers, which fake tensors do not have.
         mesh = None
         if shard_world_size is not None:
-            mesh = plan_models.job_mesh(world_size, shard_world_size, None)
+            sizes = world_size // shard_world_size, shard_world_size
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
         with (
             fake_world.simulated_meshes(),
             fake_world.fake_tensors(sends=False),
             # The ranges of a profiler tell which unit is running.
             replaced(torch.autograd.profiler, "_is_profiler_enabled", True),
             MemoryLog(clock) as log,
-            fake_world.explained(plan_models.name_of(model), log.place),
+            fake_world.explained(name, log.place),
         ):
-            built = _build(model, units, options, mesh)
+            built = _build(model, name, units, options, mesh)
             module, given = built.module, built.inputs if batch is None else batch
             # A step without inputs is no step of training.
             if given is None:
@@ -238,6 +241,7 @@ def _check(model: object, optimizer: Any, device_type: object) -> None:
 
 def _build(
     model: nn.Module | Callable[..., Any],
+    name: str,
     units: Iterable[Any] | None,
     options: dict[str, Any],
     mesh: DeviceMesh | None,
@@ -245,19 +249,16 @@ def _build(
     """Return the sharded model, with what its function returned beside it."""
     # A module is copied; a function makes a new module, on fake tensors, itself.
     if isinstance(model, nn.Module):
-        dtensor = plan_models.first_dtensor(model)
         # Units and DTensors are of a world.
-        if is_sharded(model) or dtensor is not None:
-            what = "is sharded" if dtensor is None else f"has a DTensor, '{dtensor}',"
+        if is_sharded(model) or any(map(is_dtensor, model.parameters())):
             raise PlanError(
-                f"simulate got a module that {what} over the ranks of a process group. "
-                "Pass a function that makes the mesh, the module and its units."
+                "simulate got a module that is sharded, or has DTensors, over the "
+                "ranks of a process group. Pass a function that makes the mesh, the "
+                "module and its units."
             )
         found = Model(_copy(model), "")
     else:
-        name = plan_models.name_of(model)
-        made = plan_models.without_arguments(model, None, name)()
-        found = returned(made, name, None)
+        found = made_by(model, name)
     module = found.module
     # Modules in ``units`` are those of ``model``, and names hold in the copy.
     names = unit_names(model if isinstance(model, nn.Module) else module, units)

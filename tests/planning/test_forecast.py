@@ -9,6 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from composable_fsdp import (
     BackwardPrefetch,
@@ -285,6 +291,36 @@ def test_the_peak_with_activations_is_that_of_a_step(
 
     assert found.peak.memory.activations > 0.01 * live.peak
     assert found.total == pytest.approx(live.peak, rel=0.001)
+
+
+class Wide(nn.Module):
+    """A block that tensor parallelism cuts by columns and by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, 256)`` to the same."""
+        hidden: Tensor = self.down(torch.relu(self.up(x)))
+        return x + hidden
+
+
+@pytest.mark.req("N-01")
+def test_a_model_that_tensor_parallelism_cuts_is_planned_by_a_ranks_part() -> None:
+    """A simulation of the step had the same peak."""
+    cuts = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    with fake_world(16), torch.device("meta"):
+        mesh = init_device_mesh("cpu", (4, 4), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(*(Wide() for _ in range(3)))
+        for block in model:
+            parallelize_module(block, mesh["tp"], cuts)
+        planned = plan(model, world_size=4, units=["*"])
+        saved = measure_activations(model, planned, [torch.zeros(2, 256)])
+
+    assert forecast(planned, activations=saved).total == 3_042_312
+    assert planned.whole_numel == 3 * (2 * 256 * 1024 + 1024 + 256)
+    assert planned.numel < planned.whole_numel / 3.9
 
 
 UNITS = ["text", "text.*", "vision", "vision.*"]
