@@ -131,9 +131,9 @@ def _difference(
     # Slices, so that a tensor larger than the memory can be compared.
     for start, stop in info.slices():
         far = _distances(read(start, stop), read_other(start, stop), tolerance)
-        if far.numel():
-            # NaN is larger than any number: a value became NaN, or ceased to be.
-            most = torch.stack([far.max(), torch.tensor(most)]).max().item()
+        largest = far.max().item() if far.numel() else 0.0
+        # NaN is larger than any number: a value became NaN, or ceased to be.
+        most = largest if math.isnan(largest) or largest > most else most
         count += far.numel()
         advance((stop - start) * info.dtype.itemsize)
     if count:

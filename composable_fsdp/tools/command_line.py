@@ -92,7 +92,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "NAMES": {"type": split_words},
     "FILE": {"type": Path},
     "DST": {"type": Path},
-    "MODELS": {"nargs": "*", "metavar": "MODEL"},
+    "MODEL?": {"nargs": "?", "metavar": "MODEL"},
     "strategy": {"choices": STRATEGIES},
     "dtype": {"type": _dtype, "choices": tuple(SHORT_DTYPES.values())},
     "prefetch": {"choices": ("pre", "post", "none")},
@@ -185,7 +185,7 @@ COMMANDS = {
     "plan": (
         "tell whether a model fits on your GPUs",
         f"""\
-models MODELS
+model MODEL?
     see below
 --hf PATH
     a config.json of transformers, or its directory

@@ -44,16 +44,9 @@ PREFETCH = {
 
 def plan(given: argparse.Namespace) -> Answer:
     """Make the plan, and return its report; a key that is absent was not asked for."""
-    # ``--hf`` is another way to write a MODEL.
-    targets = [*given.models, *([given.hf] if given.hf else [])]
-    if len(targets) != 1:
-        raise PlanError(
-            f"plan expects one MODEL, got {len(targets)}. Write MODULE:FUNCTION or the "
-            "path of a config.json; see --help."
-        )
     if (given.compile or given.float8) and not given.time:
         raise PlanError("--compile and --float8 need --time, as --time h100.")
-    model, options, units_from = _asked(targets[0], given)
+    model, options, units_from = _asked(given)
     planned = plan_of(model.module, world_size=given.world_size, **options)
     found = forecast(
         planned,
@@ -104,7 +97,6 @@ def _activations(
         planned,
         model.inputs,
         loss=model.loss,
-        batch="x".join(map(str, given.batch or ())) or None,
         checkpointing=given.checkpointing,
     )
 
@@ -127,7 +119,7 @@ def _time(found: Forecast, given: argparse.Namespace) -> dict[str, Any]:
 
 def simulate(given: argparse.Namespace) -> Answer:
     """Simulate the step, write the trace, and return the report."""
-    model, options, _ = _asked(given.model, given)
+    model, options, _ = _asked(given)
     found = simulated_step(
         model.module,
         world_size=given.world_size,
@@ -152,13 +144,15 @@ def simulate(given: argparse.Namespace) -> Answer:
     return report, text, int(not report.get("fits", True))
 
 
-def _asked(
-    target: str, given: argparse.Namespace
-) -> tuple[plan_models.Model, dict[str, Any], str]:
+def _asked(given: argparse.Namespace) -> tuple[plan_models.Model, dict[str, Any], str]:
     """Return the model on meta, arguments of ``plan``, and how units were selected."""
-    # ``--hf`` says that the path is that of a configuration.
-    is_config = target == getattr(given, "hf", None)
-    model = plan_models.load_model(target, is_config=is_config)
+    # ``--hf`` is another way to write a MODEL, which says that it is a configuration.
+    config = getattr(given, "hf", None)
+    if bool(config) == bool(given.model):
+        raise PlanError(
+            "Write one MODEL: MODULE:FUNCTION or the path of a config.json; see --help."
+        )
+    model = plan_models.load_model(config or given.model, is_config=bool(config))
     # A batch on the command line goes before inputs that the function returned.
     if given.batch:
         model = model._replace(inputs=plan_models.inputs_for(model, given.batch))

@@ -11,7 +11,6 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import listed, size_text
 from composable_fsdp.storage.manifest import dtype_name
 from composable_fsdp.tools.texts import counted
-from composable_fsdp.tools.unit_costs import Traffic
 
 Report = dict[str, Any]
 
@@ -48,33 +47,27 @@ def report_of(
             "times": row.fold.times,
             "class": row.fold.unit.class_name,
             **{name: getattr(row, name) for name in columns},
-            **_traffic(row.traffic),
+            **row.traffic.by_op(),
         }
         for row in found.rows
     ]
     # The root of a hybrid plan may be unsharded; the units below tell the groups.
     groups = max(plan.units, key=lambda unit: unit.shard_world_size)
-    whole = plan.whole_numel
     return {
-        "composable_fsdp_plan": 1,
         "model": {
             "source": source,
             "class": plan.units[0].class_name,
             "parameters": plan.numel,
             # With tensor parallelism a rank has less than the whole model.
-            **({"whole_parameters": whole} if whole != plan.numel else {}),
+            "whole_parameters": plan.whole_numel,
             "trainable": sum(sum(unit.trainable.values()) for unit in plan.units),
             "units": len(plan.units),
             "units_from": units_from,
         },
-        "options": {
-            **_options(plan),
-            "optimizer": found.optimizer.name,
-            "checkpointing": bool(activations and activations.checkpointed),
-            "world_size": plan.world_size,
-            "shard_world_size": groups.shard_world_size,
-            "replicas": groups.replicas,
-        },
+        "world_size": plan.world_size,
+        "shard_world_size": groups.shard_world_size,
+        "replicas": groups.replicas,
+        "options": list(filter(None, _options(found))),
         "rows": rows,
         "total": {
             name: sum(row[name] for row in rows) for name in ("times", *columns[:-1])
@@ -89,30 +82,34 @@ def report_of(
         },
         "host_bytes": found.host_bytes,
         "save_bytes": found.save_bytes,
-        "step": _traffic(plan.traffic),
+        "step": plan.traffic.by_op(),
         "further": list(_further(found)),
         "warnings": [*notes, *plan.warnings],
     }
 
 
-def _options(plan: Any) -> Report:
-    """Return the options of the plan, the root's where units differ."""
-    options = plan.units[0].options
-    mixed, prefetch = options.mixed_precision, options.backward_prefetch
-    dtypes = {region.dtype for unit in plan.units for region in unit.regions}
-    # JSON has no dtypes and no objects.
-    low = {name: getattr(mixed, name, None) for name in ("param_dtype", "reduce_dtype")}
-    return {
-        "strategy": name_of(options.chosen),
-        "dtypes": sorted(map(dtype_name, dtypes)),
-        **{name: dtype and dtype_name(dtype) for name, dtype in low.items()},
-        "cpu_offload": plan.units[0].is_offloaded,
-        "backward_prefetch": prefetch and prefetch.name,
-        "forward_prefetch": options.forward_prefetch,
-        "block": str(options.block).removeprefix("Block."),
-        "wire": options.wire and repr(options.wire),
-        "arena": options.arena and repr(options.arena),
-    }
+def _options(found: Any) -> list[str]:
+    """Return the options of the plan in words, the root's where units differ."""
+    root, units = found.plan.units[0], found.plan.units
+    options, activations = root.options, found.activations
+    dtypes = {dtype_name(region.dtype) for unit in units for region in unit.regions}
+    compute, reduction = (
+        dtype and dtype_name(dtype)
+        for dtype in (
+            getattr(options.mixed_precision, name, None)
+            for name in ("param_dtype", "reduce_dtype")
+        )
+    )
+    return [
+        name_of(options.chosen),
+        f"parameters in {' and '.join(sorted(dtypes))}",
+        compute and f"compute in {compute}",
+        reduction and f"reduction in {reduction}",
+        options.wire and f"all-gathers by {options.wire!r}",
+        "shards on the host" if root.is_offloaded else "",
+        "activation checkpointing" if activations and activations.checkpointed else "",
+        found.optimizer.name,
+    ]
 
 
 def _further(found: Any) -> Iterator[str]:
@@ -147,14 +144,8 @@ def _further(found: Any) -> Iterator[str]:
             )
 
 
-def _traffic(traffic: Traffic) -> Report:
-    """Return calls and bytes of each kind of collective."""
-    found = traffic.by_op().items()
-    return {op: {"calls": calls, "bytes": nbytes} for op, (calls, nbytes) in found}
-
-
 def _sent(sent: Report) -> str:
-    """Return the result of ``_traffic`` as text."""
+    """Return the calls and bytes of each kind of collective as text."""
     found = [
         f"{counted(each['calls'], op.replace('_', '-'))} of "
         f"{size_text(each['bytes'])} in all"
@@ -195,29 +186,18 @@ def text_of(report: Report) -> str:
 
 def _headline(report: Report) -> str:
     """Return the model and the options as two lines."""
-    model, options = report["model"], report["options"]
+    model, ranks = report["model"], counted(report["world_size"], "rank")
     # Replicas times ranks per shard group, as the dims of a mesh.
-    ranks = counted(options["world_size"], "rank")
-    if options["replicas"] > 1:
-        ranks += f" ({options['replicas']} x {options['shard_world_size']})"
-    given = [
-        options["strategy"],
-        f"parameters in {' and '.join(options['dtypes'])}",
-        options["param_dtype"] and f"compute in {options['param_dtype']}",
-        options["reduce_dtype"] and f"reduction in {options['reduce_dtype']}",
-        options["wire"] and f"all-gathers by {options['wire']}",
-        "shards on the host" if options["cpu_offload"] else "",
-        "activation checkpointing" if options["checkpointing"] else "",
-        options["optimizer"],
-    ]
+    if report["replicas"] > 1:
+        ranks += f" ({report['replicas']} x {report['shard_world_size']})"
     # Frozen parameters have neither gradients nor optimizer state.
-    frozen = model["parameters"] - model["trainable"]
-    whole = model.get("whole_parameters")
+    numel, whole = model["parameters"], model["whole_parameters"]
+    frozen = numel - model["trainable"]
     return (
-        f"{model['class']}, {model['parameters']:,} parameters"
-        f"{'' if whole is None else f' per rank of {whole:,}'}"
+        f"{model['class']}, {numel:,} parameters"
+        f"{'' if whole == numel else f' per rank of {whole:,}'}"
         f"{f' ({frozen:,} frozen)' if frozen else ''}, on {ranks}: "
-        f"{', '.join(filter(None, given))}"
+        f"{', '.join(report['options'])}"
         + (f"\nunits below the root: {model['units_from']}" if model["source"] else "")
     )
 
@@ -324,18 +304,14 @@ def draw_memory(path: Path, found: Any, capacity: int | None) -> None:
     # Without pyplot no window system is asked for.
     figure = Figure(figsize=(9.6, 5.2), layout="constrained")
     axes = figure.subplots()
-    below = [0.0] * len(moments)
-    # What stays from step to step lies at the bottom, what comes and goes above.
-    for number, (kind, words) in enumerate(KINDS.items()):
-        sizes = [getattr(moment.memory, kind) / size for moment in moments]
-        if not any(sizes):
-            continue
-        above = [low + own for low, own in zip(below, sizes, strict=True)]
-        # Steps and no slopes: memory is allocated and freed at once.
-        axes.stairs(
-            above, edges, baseline=below, fill=True, label=words, color=f"C{number}"
-        )
-        below = above
+    # What stays from step to step lies at the bottom, what comes and goes above. Steps
+    # and no slopes: memory is allocated and freed at once.
+    rows = {
+        words: [getattr(moment.memory, kind) / size for moment in moments]
+        for kind, words in KINDS.items()
+    }
+    rows = {words: [*row, row[-1]] for words, row in rows.items() if any(row)}
+    axes.stackplot(edges, [*rows.values()], labels=[*rows], step="post")
     total = found.total / size
     top = 1.12 * total
     if capacity is not None:

@@ -40,10 +40,14 @@ class Traffic(NamedTuple):
         """Return the sum by field, where a tuple would be appended."""
         return Traffic(*map(add, self, other))
 
-    def by_op(self) -> dict[str, tuple[int, int]]:
-        """Return calls and bytes by kind of collective."""
-        names = [name.removesuffix("_calls") for name in self._fields[::2]]
-        return dict(zip(names, zip(self[::2], self[1::2], strict=True), strict=True))
+    def by_op(self) -> dict[str, dict[str, int]]:
+        """Return "calls" and "bytes" by kind of collective."""
+        return {
+            name.removesuffix("_calls"): {"calls": calls, "bytes": nbytes}
+            for name, calls, nbytes in zip(
+                self._fields[::2], self[::2], self[1::2], strict=True
+            )
+        }
 
 
 class UnitMemory:

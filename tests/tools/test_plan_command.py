@@ -50,9 +50,8 @@ def test_the_numbers_are_those_of_plan_and_add_up(run: Run, script: str) -> None
         units=["blocks.*"],
         mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
     )
-    saved = measure_activations(
-        model, planned, [torch.zeros(2, 16, dtype=torch.long)], batch="2x16"
-    )
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    saved = measure_activations(model, planned, [ids])
     expected = forecast(planned, activations=saved)
 
     for column in ("numel", "parameters", "gradients", "optimizer", "sharded"):
@@ -175,7 +174,7 @@ def test_the_picture_is_the_memory_of_a_step(
         (":Net --placement states=rows", "expects a mesh with dim 'rows'"),
         (":Net --placement shard", "as parameters=shard,between=shard,.*'shard'"),
         (":Net --placement states=shard --strategy zero2", "not both"),
-        (":Net x:y", "expects one MODEL, got 2"),
+        (":Net --hf config.json", "Write one MODEL"),
     ],
 )
 def test_a_wrong_command_is_status_two_and_a_way_out(
