@@ -42,38 +42,50 @@ def compare(
         second.on_rank(rank)
         for part, entries in found.items():
             a, b = (dict(_tensors(each, part, rank)) for each in (first, second))
-            # In the order of the first checkpoint, which is usually that of the model.
-            both = [name for name in a if name in b]
-            entries["tensors"] += len(both)
-            entries["only_first"] += [name for name in a if name not in b]
-            entries["only_second"] += [name for name in b if name not in a]
-            # The names of a tie lead to the same pair of tensors, which is read once.
-            known: dict[tuple[str, str], dict[str, Any]] = {}
-            for name in both:
-                key = a[name][2], b[name][2]
-                if key not in known:
-                    known[key] = _difference(a[name], b[name], tolerance, advance)
-                if known[key]:
-                    entries["different"][name] = known[key]
+            _compare(entries, a, b, tolerance, advance)
         # Not even touched with ``weights_only``: the other parts may be unreadable.
         if not weights_only:
-            pairs = zip(_others(first, rank), _others(second, rank), strict=True)
-            differ = [words for (words, x), (_, y) in pairs if _plain(x) != _plain(y)]
-            others += [words for words in differ if words not in others]
+            a, b = (dict(_others(each, rank)) for each in (first, second))
+            others += [words for words in a if a[words] != b[words]]
+    # Of several ranks each kind of part is told once.
+    others = [*dict.fromkeys(others)]
     keys = ("only_first", "only_second", "different")
     equal = not others and not any(part[key] for part in found.values() for key in keys)
     return {"equal": equal, **found, "others": others}
 
 
+def _compare(
+    entries: dict[str, Any],
+    a: dict[str, _Saved],
+    b: dict[str, _Saved],
+    tolerance: float,
+    advance: Callable[[int], None],
+) -> None:
+    """Add the differences of the tensors of two checkpoints to ``entries``."""
+    # In the order of the first checkpoint, which is usually that of the model.
+    both = [name for name in a if name in b]
+    entries["tensors"] += len(both)
+    entries["only_first"] += [name for name in a if name not in b]
+    entries["only_second"] += [name for name in b if name not in a]
+    # The names of a tie lead to the same pair of tensors, which is read once.
+    known: dict[tuple[str, str], dict[str, Any]] = {}
+    for name in both:
+        key = a[name][2], b[name][2]
+        if key not in known:
+            known[key] = _difference(a[name], b[name], tolerance, advance)
+        if known[key]:
+            entries["different"][name] = known[key]
+
+
 def _others(source: Source, rank: int | None) -> Iterator[tuple[str, Any]]:
-    """Yield the parts beside tensors, as ``rank`` has them, with words for each."""
-    yield "optimizer's values that are not tensors", source.optim_values
-    yield "parameter groups", source.param_groups
-    yield "modules' own states", source.own_states
+    """Yield the parts beside tensors, as ``rank`` has them, in words and in values."""
+    yield "optimizer's values that are not tensors", _plain(source.optim_values)
+    yield "parameter groups", _plain(source.param_groups)
+    yield "modules' own states", _plain(source.own_states)
     if rank is None:
-        yield "extra state", source.extra
+        yield "extra state", _plain(source.extra)
         values = [source.rank_values(each) for each in range(source.saved_ranks)]
-        yield "values of single ranks (per_rank)", values
+        yield "values of single ranks (per_rank)", _plain(values)
 
 
 def _plain(value: Any) -> Any:

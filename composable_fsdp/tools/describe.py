@@ -132,7 +132,7 @@ class DescribedUnit:
                 held = _held(self.parts(region, slot), row, slot.numel)
                 yield (
                     f"    {names[slot.index]:{width}}  {slot.shape!s:{shapes}}  "
-                    f"{held or 'no elements'}{whole}"
+                    f"{held}{whole}"
                 )
 
 
@@ -224,7 +224,7 @@ def _held(parts: Iterable[HeldPart], row: int | None = None, whole: int = -1) ->
     # Of many ranks the first two and the last tell the sizes.
     if len(words) > _RANKS:
         words = [*words[:2], f"... ({len(words) - 3} more)", words[-1]]
-    return " | ".join(words)
+    return " | ".join(words) or "no elements"
 
 
 def describe(what: nn.Module | str | PathLike[str]) -> Description:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from composable_fsdp.comm.nodes import group_sizes
-from composable_fsdp.comm.placements import ROWS, SHARD, Ways, placement_of
+from composable_fsdp.comm.placements import ROWS, SHARD, placement_of
 from composable_fsdp.compose.registry import API, get_state
 from composable_fsdp.config import HYBRID, TiedParams
 from composable_fsdp.entries.apply import as_list, owner_of
@@ -194,7 +194,11 @@ def replan(
         if not same_ranks or options.chosen != unit.options.chosen:
             size = shard_world_size or _shard_world_size(plan, ranks)
             ways = group_sizes(options.chosen, world_size=ranks, shard_world_size=size)
-        units.append(_replan_unit(unit, options, ways))
+        # Equal units of the old and the new plan share their layouts.
+        if options != unit.options or ways != unit.ways:
+            regions = lay_out_again(unit, options, ways.shard_world_size)
+            unit = replace(unit, regions=regions, options=options, **ways._asdict())
+        units.append(unit)
     # Padding depends on the ranks, and so do the sentences about it.
     notes = tuple(note for unit in units for note in padding_notes(unit))
     return ShardingPlan(tuple(units), ranks, notes)
@@ -223,15 +227,6 @@ def _shard_world_size(plan: ShardingPlan, ranks: int) -> int | None:
             # Fewer ranks than a group are one group.
             return min(size, ranks)
     return None
-
-
-def _replan_unit(unit: UnitPlan, options: UnitOptions, ways: Ways) -> UnitPlan:
-    """Lay out the parameters of ``unit``, as ``planner._build`` does."""
-    # Equal units of the old and the new plan share their layouts.
-    if options == unit.options and ways == unit.ways:
-        return unit
-    regions = lay_out_again(unit, options, ways.shard_world_size)
-    return replace(unit, regions=regions, options=options, **ways._asdict())
 
 
 def plan_of_units(units: Iterable[tuple[str, _FSDPState]]) -> ShardingPlan:

@@ -144,21 +144,16 @@ def _further(found: Any) -> Iterator[str]:
             )
 
 
-def _sent(sent: Report) -> str:
-    """Return the calls and bytes of each kind of collective as text."""
-    found = [
-        f"{counted(each['calls'], op.replace('_', '-'))} of "
-        f"{size_text(each['bytes'])} in all"
-        for op, each in sent.items()
-        if each["calls"]
-    ]
-    return ", ".join(found) or "no communication"
-
-
 def text_of(report: Report) -> str:
     """Return the report as text."""
     lines = [_headline(report), *_units(report), *_peak(report), ""]
-    lines.append(f"Per step and rank: {_sent(report['step'])}.")
+    sent = ", ".join(
+        f"{counted(each['calls'], op.replace('_', '-'))} of "
+        f"{size_text(each['bytes'])} in all"
+        for op, each in report["step"].items()
+        if each["calls"]
+    )
+    lines.append(f"Per step and rank: {sent or 'no communication'}.")
     lines += report["further"]
     if report["host_bytes"]:
         lines.append(

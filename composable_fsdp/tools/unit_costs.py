@@ -106,11 +106,6 @@ class UnitMemory:
         self.slots = slot_bytes(unit.full_regions), slot_bytes(sizes)
 
 
-def rest_bytes(unit: UnitPlan) -> int:
-    """Return the bytes of full parameters or pieces that stay between steps."""
-    return unit.full_bytes * unit.stays_full + unit.piece_bytes * unit.has_rest
-
-
 def gathered_bytes(unit: UnitPlan) -> int:
     """Return the bytes that the all-gathers of an unsharding fill."""
     # The compute dtype, to which shards are cast before, or those of a wire format.
