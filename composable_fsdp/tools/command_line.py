@@ -115,6 +115,8 @@ _MODEL = """\
 --batch BxT
     shape of the input of a rank, as 4x2048 for 4 texts of 2048 tokens (default: the
     inputs that the function of MODEL returns)
+"""
+_OPTIONS = """\
 [units (default: found in the model)]
 --units NAMES
     names or patterns of modules, as 'blocks.*,head'
@@ -198,7 +200,7 @@ model MODEL?
     with --time: torch.compile fuses what is between matrix products
 --float8
     with --time: matrix products below the root are in float8
-{_MODEL}--optimizer NAME=adamw
+{_MODEL}{_OPTIONS}--optimizer NAME=adamw
     {", ".join(OPTIMIZERS)}, or bytes per parameter, as 2 (default: adamw)
 --checkpointing
     activation checkpointing of each unit; needs --batch
@@ -210,7 +212,8 @@ model MODEL?
         "show memory, collectives and times of a training step, without GPUs",
         f"""\
 model MODEL
-    see below
+    see below; a function that applies fully_shard chooses units and options, else they
+    are those of plan without options
 --trace FILE
     write a trace for https://ui.perfetto.dev
 {_MODEL}--optimizer optimizer=adamw

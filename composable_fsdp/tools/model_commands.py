@@ -46,8 +46,26 @@ def plan(given: argparse.Namespace) -> Answer:
     """Make the plan, and return its report; a key that is absent was not asked for."""
     if (given.compile or given.float8) and not given.time:
         raise PlanError("--compile and --float8 need --time, as --time h100.")
-    model, options, units_from = _asked(given)
-    planned = plan_of(model.module, world_size=given.world_size, **options)
+    # ``--hf`` is another way to write a MODEL, which says that it is a configuration.
+    if bool(given.hf) == bool(given.model):
+        raise PlanError(
+            "Write one MODEL: MODULE:FUNCTION or the path of a config.json; see --help."
+        )
+    model = plan_models.load_model(given.hf or given.model, is_config=bool(given.hf))
+    # A batch on the command line goes before inputs that the function returned.
+    if given.batch:
+        model = model._replace(inputs=plan_models.inputs_for(model, given.batch))
+    # On meta a cast changes dtypes and copies nothing.
+    if given.dtype:
+        model.module.to(getattr(torch, given.dtype))
+    chosen, units_from = _units_of(model, given)
+    planned = plan_of(
+        model.module,
+        world_size=given.world_size,
+        shard_world_size=given.shard_world_size,
+        **chosen,
+        **_options_of(given),
+    )
     found = forecast(
         planned,
         optimizer=given.optimizer,
@@ -119,15 +137,20 @@ def _time(found: Forecast, given: argparse.Namespace) -> dict[str, Any]:
 
 def simulate(given: argparse.Namespace) -> Answer:
     """Simulate the step, write the trace, and return the report."""
-    model, options, _ = _asked(given)
+    make = plan_models.maker_of(given.model)
+
+    def build() -> tuple[Any, ...]:
+        model = make()
+        # A batch on the command line goes before inputs that the function returned.
+        batch = given.batch and plan_models.inputs_for(model, given.batch)
+        return model.module, batch or model.inputs, model.loss
+
+    build.__name__ = given.model
     found = simulated_step(
-        model.module,
+        build,
         world_size=given.world_size,
-        batch=model.inputs,
-        loss=model.loss,
         optimizer=given.optimizer,
         max_norm=given.max_norm,
-        **options,
     )
     report, lines = {"model": given.model, **found.as_dict()}, [str(found)]
     if given.gpu_memory:
@@ -144,27 +167,7 @@ def simulate(given: argparse.Namespace) -> Answer:
     return report, text, int(not report.get("fits", True))
 
 
-def _asked(given: argparse.Namespace) -> tuple[plan_models.Model, dict[str, Any], str]:
-    """Return the model on meta, arguments of ``plan``, and how units were selected."""
-    # ``--hf`` is another way to write a MODEL, which says that it is a configuration.
-    config = getattr(given, "hf", None)
-    if bool(config) == bool(given.model):
-        raise PlanError(
-            "Write one MODEL: MODULE:FUNCTION or the path of a config.json; see --help."
-        )
-    model = plan_models.load_model(config or given.model, is_config=bool(config))
-    # A batch on the command line goes before inputs that the function returned.
-    if given.batch:
-        model = model._replace(inputs=plan_models.inputs_for(model, given.batch))
-    # On meta a cast changes dtypes and copies nothing.
-    if given.dtype:
-        model.module.to(getattr(torch, given.dtype))
-    chosen, units_from = _chosen_of(model, given)
-    sizes = {"shard_world_size": given.shard_world_size}
-    return model, {**chosen, **_options_of(given), **sizes}, units_from
-
-
-def _chosen_of(
+def _units_of(
     model: plan_models.Model, given: argparse.Namespace
 ) -> tuple[dict[str, Any], str]:
     """Return the policy or the units that the arguments select, and how they do."""

@@ -8,7 +8,9 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -45,20 +47,26 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def load_model(target: str, *, is_config: bool = False) -> Model:
-    """Return the model that ``target`` names."""
+    """Return the model that ``target`` names, on meta."""
+    make = maker_of(target, is_config=is_config)
+    with torch.device("meta"):
+        return make()
+
+
+def maker_of(target: str, *, is_config: bool = False) -> Callable[[], Model]:
+    """Return what makes the model that ``target`` names, after all imports."""
     if is_config or target.endswith(".json") or Path(target).is_dir():
         return _config(target)
     found = _object_of(target)
     # A class of modules is callable and no module.
     if isinstance(found, nn.Module):
-        return Model(found, target)
+        return lambda: Model(found, target)
     if not callable(found):
         raise PlanError(
             f"{target} expects to be a module, or a function or class without "
             f"arguments that makes one; got {found!r:.80}."
         )
-    with torch.device("meta"):
-        return made_by(found, target)
+    return partial(made_by, found, target)
 
 
 def _object_of(target: str) -> Any:
@@ -155,8 +163,8 @@ def made_by(function: Callable[..., Any], source: str) -> Model:
     return Model(made, source, inputs, loss)
 
 
-def _config(path: str) -> Model:
-    """Return the model of a configuration of transformers, on meta."""
+def _config(path: str) -> Callable[[], Model]:
+    """Return what makes the model of a configuration of transformers."""
     file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise PlanError(
@@ -172,26 +180,36 @@ def _config(path: str) -> Model:
         ) from error
     # Advice of transformers on weights and kernels is for a model that runs.
     transformers.logging.set_verbosity_error()
-    try:
+
+    # transformers raises many kinds of errors for a configuration.
+    @contextmanager
+    def refused() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise PlanError(
+                f"transformers {transformers.__version__} makes no model of {path}: "
+                f"{' '.join(str(error).split())}"
+            ) from error
+
+    with refused():
         config = transformers.AutoConfig.from_pretrained(str(file))
         # The class that the configuration names has the head; AutoModel has none.
         name = next(iter(config.architectures or []), "")
         kind = getattr(transformers, name, None) if name else None
-        make = transformers.AutoModel.from_config if kind is None else kind
-        with torch.device("meta"), warnings.catch_warnings():
+
+    def make() -> Model:
+        with refused(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            module = make(config)
-    # transformers raises many kinds of errors for a configuration.
-    except Exception as error:
-        raise PlanError(
-            f"transformers {transformers.__version__} makes no model of {path}: "
-            f"{' '.join(str(error).split())}"
-        ) from error
-    note = (
-        "the configuration names no class of transformers under architectures, so the "
-        f"model is a {type(module).__name__} without a head"
-    )
-    return Model(module, path, config=config, notes=(note,) * (kind is None))
+            module = (kind or transformers.AutoModel.from_config)(config)
+        note = (
+            "the configuration names no class of transformers under architectures, so "
+            f"the model is a {type(module).__name__} without a head"
+        )
+        notes = (note,) if kind is None else ()
+        return Model(module, path, config=config, notes=notes)
+
+    return make
 
 
 def inputs_for(model: Model, shape: Sequence[int]) -> Any:

@@ -6,7 +6,6 @@ The first step fills caches, the second is followed: ``MemoryLog`` counts its by
 
 from __future__ import annotations
 
-import copy
 import gc
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,21 +17,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp.access.grads import clip_grad_norm_
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.naming import ROOT_NAME, size_text
-from composable_fsdp.planning import walk
-from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.tools import fake_world
 from composable_fsdp.tools.machine import Machine
 from composable_fsdp.tools.memory import OPTIMIZERS, DeviceType, StepMoment
-from composable_fsdp.tools.model_units import unit_names
+from composable_fsdp.tools.model_units import guess_units
 from composable_fsdp.tools.plan import plan
-from composable_fsdp.tools.plan_models import Model, check_sizes, is_sharded, made_by
+from composable_fsdp.tools.plan_models import check_sizes, is_sharded, made_by
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tools.simulated_world import (
     COMMUNICATION,
@@ -294,18 +290,15 @@ class _Step(NamedTuple):
 
 
 def simulate(
-    model: nn.Module | Callable[..., Any],
+    build: Callable[[], Any],
     *,
     world_size: int,
     batch: Any = None,
-    units: Iterable[nn.Module | str | Sequence[nn.Module | str]] | None = None,
-    shard_world_size: int | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: str | MakeOptimizer = "adamw",
     max_norm: float | None = None,
     device_type: DeviceType = "cuda",
     machine: Machine | None = None,
-    **options: Any,
 ) -> Simulation:
     """Run a training step of rank 0 of ``world_size`` ranks without memory or devices.
 
@@ -320,17 +313,14 @@ def simulate(
     may not depend on values.
 
     Args:
-        model: a module, which is not changed and may be on meta, or a function without
-            arguments that returns a module, or a module, the arguments of its forward
-            and perhaps a loss. The function may shard the module as a training script
-            does, and sees a process group of ``world_size`` ranks.
+        build: a function without arguments that builds and shards a module as the
+            training script does, in a process group of ``world_size`` ranks. It returns
+            the module, or the module, the arguments of its forward and perhaps a loss.
+            A module that is not sharded is sharded as the command ``plan`` does it:
+            by the layers that repeat.
         world_size: number of ranks.
         batch: a tensor, or positional or keyword arguments of the forward, of a single
             rank; tensors may be on meta. Default None: as the function returned.
-        units: the units below a module that is not sharded by the function, as in
-            ``plan``. Default None: those of ``policy``, or the module alone.
-        shard_world_size: number of ranks that share the parameters. Default None: all
-            that hold the same part of the model.
         loss: a function from the output to the loss. Default None: the output's
             ``loss``, or else the sum of its tensors of real numbers.
         optimizer: a name ("adamw", the default; "adamw-fused", "adam", "adam-fused",
@@ -340,7 +330,6 @@ def simulate(
         device_type: "cuda" (default): memory is allocated and freed in the order in
             which the host does it for a GPU; or "cpu".
         machine: the speeds for times. Default None: ``Machine()``.
-        **options: arguments of ``fully_shard``, such as ``policy`` and ``strategy``.
 
     Returns: the memory through the step, the collectives, and a trace.
     Raises: PhaseError, if this process has a default process group; PlanError, if the
@@ -349,67 +338,71 @@ def simulate(
 
     Example, in a process without a default process group::
 
-        with torch.device("meta"):
+        def build():
             net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        found = simulate(net, world_size=4, batch=torch.zeros(2, 8), units=["*"])
+            for layer in net:
+                fully_shard(layer)
+            return fully_shard(net)
+
+        found = simulate(build, world_size=4, batch=torch.zeros(2, 8))
         print(found.peak.memory.total, [each.title for each in found.collectives])
     """
-    check_sizes(world_size, shard_world_size)
-    _check(model, optimizer, device_type)
-    name = getattr(model, "__name__", type(model).__name__)
+    check_sizes(world_size, None)
+    _check(build, optimizer, device_type)
+    name = getattr(build, "__name__", "build")
     # A default in the signature would print all speeds in ``help``.
     clock = Clock(machine or Machine())
     # The order of CUDA needs streams, which stand-ins are.
     streams = device_type == "cuda"
-    with simulated_world(world_size, clock, streams=streams):
-        # The ranks of a mesh are read as numbers, which fake tensors do not have.
-        mesh = None
-        if shard_world_size is not None:
-            sizes = world_size // shard_world_size, shard_world_size
-            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-        with (
-            fake_world.simulated_meshes(),
-            fake_world.fake_tensors(sends=False),
-            # The ranges of a profiler tell which unit is running.
-            replaced(torch.autograd.profiler, "_is_profiler_enabled", True),
-            MemoryLog(clock) as log,
-            fake_world.explained(name, log.place),
-        ):
-            built = _build(model, name, units, options, mesh)
-            module, given = built.module, built.inputs if batch is None else batch
-            # A step without inputs is no step of training.
-            if given is None:
-                raise PlanError(
-                    "simulate expects a batch: the arguments of the forward on a rank, "
-                    "such as batch=torch.zeros(8, 1024, device='meta')."
-                )
-            args, kwargs = fake_world.fake_arguments(given)
-            made = _optimizer(optimizer, module, streams=streams)
-            loss = loss or built.loss or fake_world.default_loss
-            step = _Step(module, args, kwargs, loss, made, max_norm, streams)
-            step.run(clock, log)
-            # Cycles of the first step would be counted as living in the second.
-            gc.collect()
-            clock.restart()
-            log.restart()
-            step.run(clock, log)
-            return Simulation(
-                plan(module),
-                device_type,
-                "none" if made is None else type(made).__name__,
-                clock.machine,
-                tuple(log.timeline()),
-                tuple(clock.operations),
-                world_size,
+    with (
+        simulated_world(world_size, clock, streams=streams),
+        fake_world.simulated_meshes(),
+        fake_world.fake_tensors(sends=False),
+        # The ranges of a profiler tell which unit is running.
+        replaced(torch.autograd.profiler, "_is_profiler_enabled", True),
+        MemoryLog(clock) as log,
+        fake_world.explained(name, log.place),
+    ):
+        built = made_by(build, name)
+        module, given = built.module, built.inputs if batch is None else batch
+        if not is_sharded(module):
+            # Inner modules first, as in a training script.
+            for unit in reversed(guess_units(module)[0]):
+                fully_shard(module.get_submodule(unit))
+            fully_shard(module)
+        # A step without inputs is no step of training.
+        if given is None:
+            raise PlanError(
+                "simulate expects a batch: the arguments of the forward on a rank, "
+                "such as batch=torch.zeros(8, 1024, device='meta')."
             )
+        args, kwargs = fake_world.fake_arguments(given)
+        made = _optimizer(optimizer, module, streams=streams)
+        loss = loss or built.loss or fake_world.default_loss
+        step = _Step(module, args, kwargs, loss, made, max_norm, streams)
+        step.run(clock, log)
+        # Cycles of the first step would be counted as living in the second.
+        gc.collect()
+        clock.restart()
+        log.restart()
+        step.run(clock, log)
+        return Simulation(
+            plan(module),
+            device_type,
+            "none" if made is None else type(made).__name__,
+            clock.machine,
+            tuple(log.timeline()),
+            tuple(clock.operations),
+            world_size,
+        )
 
 
-def _check(model: object, optimizer: Any, device_type: object) -> None:
+def _check(build: object, optimizer: Any, device_type: object) -> None:
     """Raise PlanError or TypeError for wrong arguments."""
-    if not isinstance(model, nn.Module) and not callable(model):
+    if isinstance(build, nn.Module) or not callable(build):
         raise TypeError(
-            "simulate expects a module, or a function that returns one, got a "
-            f"{type(model).__name__}."
+            "simulate expects a function that builds a module and applies fully_shard, "
+            f"got a {type(build).__name__}. Build and shard inside of the function."
         )
     # A function is called with the parameters; a wrong name is found here.
     if optimizer not in list(OPTIMIZERS) and (
@@ -421,64 +414,6 @@ def _check(model: object, optimizer: Any, device_type: object) -> None:
         )
     if device_type not in ("cuda", "cpu"):
         raise PlanError(f'device_type expects "cuda" or "cpu", got {device_type!r}.')
-
-
-def _build(
-    model: nn.Module | Callable[..., Any],
-    name: str,
-    units: Iterable[Any] | None,
-    options: dict[str, Any],
-    mesh: DeviceMesh | None,
-) -> Model:
-    """Return the sharded model, with what its function returned beside it."""
-    # A module is copied; a function makes a new module, on fake tensors, itself.
-    if isinstance(model, nn.Module):
-        # Units and DTensors are of a world.
-        if is_sharded(model) or any(map(is_dtensor, model.parameters())):
-            raise PlanError(
-                "simulate got a module that is sharded, or has DTensors, over the "
-                "ranks of a process group. Pass a function that makes the mesh, the "
-                "module and its units."
-            )
-        found = Model(_copy(model), "")
-    else:
-        found = made_by(model, name)
-    module = found.module
-    # Modules in ``units`` are those of ``model``, and names hold in the copy.
-    names = unit_names(model if isinstance(model, nn.Module) else module, units)
-    # A function that shards has chosen everything itself.
-    if is_sharded(module):
-        if options or names or mesh is not None:
-            raise PlanError(
-                "simulate got units or options of fully_shard for a function that "
-                "shards its module itself. Leave them out."
-            )
-        return found
-    if mesh is not None:
-        options = {**options, "device_mesh": mesh}
-    # Units below come before those above, as in a training script.
-    for group in sorted(names, key=lambda group: -group[0].count(".")):
-        parts = [module.get_submodule(name) for name in group]
-        fully_shard(parts[0] if len(parts) == 1 else parts, **options)
-    fully_shard(module, **options)
-    return found
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` whose tensors are fake."""
-    memo: dict[int, Any] = {}
-    for each in walk.modules(model):
-        # Attributes that are plain tensors, such as masks, are copied, too.
-        own = [*each._parameters.values(), *each._buffers.values()]
-        for tensor in [*own, *vars(each).values()]:
-            # Tied parameters get a single copy.
-            if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                made = fake_world.fake_like(tensor)
-                if isinstance(tensor, nn.Parameter):
-                    made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-                memo[id(tensor)] = made
-    # ``deepcopy`` takes copies from ``memo``, so no values are copied.
-    return copy.deepcopy(model, memo)
 
 
 def _optimizer(

@@ -354,7 +354,16 @@ def test_the_forecast_follows_the_order_of_the_measured_forward() -> None:
         planned = plan(model, world_size=4, units=UNITS)
         saved = measure_activations(model, planned, [batch])
         forecasts.append(forecast(planned, optimizer="none", activations=saved))
-    real = simulate(model, world_size=4, batch=batch, units=UNITS, optimizer="none")
+
+    def sharded() -> nn.Module:
+        made = TwoTowers(*registered)
+        for tower in made.children():
+            for layer in tower.children():
+                fully_shard(layer)
+            fully_shard(tower)
+        return fully_shard(made)
+
+    real = simulate(sharded, world_size=4, batch=batch, optimizer="none")
 
     expected, found = forecasts
 
