@@ -272,10 +272,7 @@ def _verdict(report: Report) -> Iterator[str]:
     for change in found["changes"]:
         verdict = "fits" if change["fits"] else "not enough alone"
         # The options that try the change, to be copied behind the command.
-        yield (
-            f"  {size_text(change['bytes'])}, {verdict}: {change['change']} "
-            f"({change['options']})"
-        )
+        yield f"  {size_text(change['bytes'])}, {verdict}: {change['options']}"
 
 
 def draw_memory(path: Path, found: Any, capacity: int | None) -> None:
