@@ -2,7 +2,7 @@
 
 from composable_fsdp.integrations.lightning.checkpoints import consolidate
 from composable_fsdp.integrations.lightning.fabric import ComposableFSDPFabricStrategy
-from composable_fsdp.integrations.lightning.precision import ShardedPrecision
+from composable_fsdp.integrations.lightning.strategy import ShardedPrecision
 from composable_fsdp.integrations.lightning.trainer import ComposableFSDPStrategy
 
 __all__ = [

@@ -229,7 +229,9 @@ def check_case(world: World, case: Case, folder: str) -> None:
     if not (case.accumulates or case.clips or case.recomputes):
         # Behind an evaluation a step gathers as it does behind an optimizer's step.
         said = plan(model).traffic.by_op()
-        assert sent(calls) == {op: n for op, n in said.items() if n[0]}
+        assert sent(calls) == {
+            op: (n["calls"], n["bytes"]) for op, n in said.items() if n["calls"]
+        }
 
     # What another placement reads: from a state dict, and from a checkpoint.
     written = model.state_dict(), optim_state_dict(model, optimizer)

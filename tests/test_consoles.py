@@ -3,8 +3,8 @@
 A ``console`` block has commands after ``$ `` and their output. ``...`` stands for any
 text, also of several lines, as in doctests: paths, times, and parts left out. The
 blocks of a page run in order in one folder, which holds the scripts of the page. A
-comment before a block may say ``test`` and code that runs first, ``test on a terminal``
-(output as on a terminal of 80 columns), or ``not run`` and the reason.
+comment before a block may say ``test`` and code that runs first, or ``not run`` and the
+reason.
 """
 
 from __future__ import annotations
@@ -29,14 +29,6 @@ from tests.test_pages import ROOT, CodeBlock, blocks, pages
 COMMAND = re.compile(r"^\$ (.+)$", re.MULTILINE)
 SLOW = re.compile(r"torchrun |--hf ")
 """Commands of more than two seconds, which run with ``--full-matrix`` only."""
-COLORS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
-
-
-class Terminal(io.StringIO):
-    """Output that looks like a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def consoles(page: str | Path) -> list[CodeBlock]:
@@ -54,7 +46,7 @@ def commands(block: CodeBlock) -> Iterator[tuple[str, str]]:
     yield from zip(parts[::2], parts[1::2], strict=True)
 
 
-def printed(command: str, folder: Path, *, terminal: bool) -> str:
+def printed(command: str, folder: Path) -> str:
     """Run a command in ``folder``, the current directory, and return its output."""
     command, _, file = command.partition(" > ")
     words = shlex.split(command)
@@ -68,16 +60,13 @@ def printed(command: str, folder: Path, *, terminal: bool) -> str:
         return text
     assert words[:3] == ["python", "-m", "composable_fsdp"], command
     # One stream, as on a terminal, so that messages are part of the output.
-    stream = Terminal() if terminal else io.StringIO()
-    with (
-        redirect_stdout(stream),
-        redirect_stderr(io.StringIO() if terminal else stream),
-    ):
+    stream = io.StringIO()
+    with redirect_stdout(stream), redirect_stderr(stream):
         main(words[3:])
     if file:
         (folder / file).write_text(stream.getvalue())
         return ""
-    return COLORS.sub("", stream.getvalue())
+    return stream.getvalue()
 
 
 def difference(shown: str, found: str) -> str:
@@ -105,7 +94,7 @@ def check(page: str | Path, folder: Path, *, slow: bool) -> int:
             (folder / block.script).write_text(block.text)
     ran, names, left_out = 0, prelude_names(), False
     for block in consoles(page):
-        note, _, code = block.note.partition("\n")
+        _, _, code = block.note.partition("\n")
         left_out = bool(SLOW.search(block.text)) or (left_out and not code)
         if code:
             with single_rank_group():
@@ -113,7 +102,7 @@ def check(page: str | Path, folder: Path, *, slow: bool) -> int:
         if left_out and not slow:
             continue
         for command, shown in commands(block):
-            found = printed(command, folder, terminal="terminal" in note)
+            found = printed(command, folder)
             told = difference(shown, found)
             assert not told, f"{page}, line {block.line}: {command}\n{told}"
             ran += 1

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from composable_fsdp.tools.memory import Activations as Activations
     from composable_fsdp.tools.plan import replan as replan
     from composable_fsdp.tools.sharding_plan import Forecast as Forecast
-    from composable_fsdp.tools.simulation import Simulation as Simulation
+    from composable_fsdp.tools.simulate import Simulation as Simulation
     from composable_fsdp.tools.step_time import StepTime as StepTime
 
 _resolve, __all__ = resolver(
@@ -25,7 +25,7 @@ _resolve, __all__ = resolver(
         "tools.memory": "Activations",
         "tools.plan": "replan",
         "tools.sharding_plan": "Forecast",
-        "tools.simulation": "Simulation",
+        "tools.simulate": "Simulation",
         "tools.step_time": "StepTime",
     }
 )

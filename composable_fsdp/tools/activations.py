@@ -46,7 +46,6 @@ def measure_activations(
     inputs: Sequence[Any] | Mapping[str, Any],
     *,
     loss: Callable[[Any], Tensor] | None = None,
-    batch: str | None = None,
     checkpointing: bool = False,
 ) -> Activations:
     """Return the memory of a step of ``module`` beside the buffers of ``plan``.
@@ -62,7 +61,6 @@ def measure_activations(
         inputs: positional or keyword arguments of the forward; tensors may be on meta.
         loss: a function from the output to the loss. Default None: the output's
             ``loss``, or else the sum of its tensors of real numbers.
-        batch: the inputs as text. Default None: the shapes of the tensors.
         checkpointing: whether each unit directly below the root runs under activation
             checkpointing. Default False.
 
@@ -82,7 +80,8 @@ def measure_activations(
     given = dict(inputs) if isinstance(inputs, Mapping) else list(inputs)
     # A scalar has an empty shape.
     shapes = ("x".join(map(str, each.shape)) or "1" for each in tensors_of(given))
-    text = batch or ", ".join(shapes)
+    # Ids and labels have one shape.
+    text = ", ".join(dict.fromkeys(shapes))
     log = OpLog()
     with (
         explained(type(module).__name__, log.place),
@@ -108,8 +107,8 @@ def measure_activations(
             # The output stays alive in the caller of a training step, as here.
             (loss or default_loss)(output).backward()  # type: ignore[no-untyped-call]
         del output
-    again: dict[str, Any] = {"loss": loss, "batch": text}
-    again |= {"plan": plan, "inputs": given, "checkpointing": checkpointing}
+    again: dict[str, Any] = {"loss": loss, "checkpointing": checkpointing}
+    again |= {"plan": plan, "inputs": given}
     first = next(iter(tensors_of(given)), torch.empty((), device="meta"))
     ids = not first.is_floating_point() and not first.is_complex()
     # The log enters units as their forwards begin. Models need not run their modules in

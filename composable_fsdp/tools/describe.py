@@ -64,37 +64,34 @@ class DescribedUnit:
     def as_dict(self) -> dict[str, Any]:
         """Return the unit for JSON."""
         plan, sizes = self.plan, ("numel", "padded_numel", "shard_numel", "trainable")
-        regions = [
-            {
-                "dtype": dtype_name(region.dtype),
-                **{name: getattr(region, name) for name in sizes},
-                "parameters": [
-                    {
-                        "names": list(self.names[slot.index]),
-                        "shape": list(slot.shape),
-                        "offset": slot.offset,
-                        "shards": [p._asdict() for p in self.parts(region, slot)],
-                    }
-                    for slot in region.parameters
-                ],
-            }
-            for region in plan.regions
-        ]
         # Whole numbers and names alone, so that the JSON can be compared as text.
-        found: dict[str, Any] = {
+        return {
             "name": plan.fqn,
             "class": plan.class_name,
             "state": self.state,
-            "ranks": list(self.ranks),
+            "ranks": self.ranks,
+            "experts": self.experts,
             "replicas": plan.replicas,
             "bytes_per_rank": plan.parameter_bytes,
-            "regions": regions,
+            "regions": [
+                {
+                    "dtype": dtype_name(region.dtype),
+                    **{name: getattr(region, name) for name in sizes},
+                    "parameters": [
+                        {
+                            "names": self.names[slot.index],
+                            "shape": slot.shape,
+                            "shards": [p._asdict() for p in self.parts(region, slot)],
+                        }
+                        for slot in region.parameters
+                    ],
+                }
+                for region in plan.regions
+            ],
             "strategy": name_of(plan.options.chosen),
             "device": self.device,
             "offloaded": plan.is_offloaded,
         }
-        # Most units have the same parameters on all ranks.
-        return {**found, "experts": list(self.experts)} if self.experts else found
 
     def lines(self, name: str, times: int) -> Iterator[str]:
         """Yield the lines of ``times`` equal units, of their regions and parameters."""
@@ -129,17 +126,14 @@ class DescribedUnit:
             for slot in region.parameters:
                 # The shape is that of this rank's part of the plain model's parameter.
                 whole = "" if slot.whole is None else f", {slot.whole}"
+                # Shards of ``Block.ELEMENT`` may begin inside a row.
+                rows = plan.options.keeps_rows and len(slot.shape) > 1 and slot.numel
+                row = slot.numel // slot.shape[0] if rows else None
+                held = _held(self.parts(region, slot), row, slot.numel)
                 yield (
                     f"    {names[slot.index]:{width}}  {slot.shape!s:{shapes}}  "
-                    f"{self._held(region, slot)}{whole}"
+                    f"{held}{whole}"
                 )
-
-    def _held(self, region: RegionLayout, slot: ParameterSlot) -> str:
-        """Return which rank holds which rows or elements of a parameter."""
-        # Shards of ``Block.ELEMENT`` may begin inside a row.
-        rows = self.plan.options.keeps_rows and len(slot.shape) > 1 and slot.numel
-        row = slot.numel // slot.shape[0] if rows else None
-        return _held(self.parts(region, slot), row, slot.numel) or "no elements"
 
 
 class DescribedTensor(NamedTuple):
@@ -173,21 +167,16 @@ class Description:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the description for JSON."""
-        found: dict[str, Any] = {
+        parts = [[part._asdict() for part in each.parts] for each in self.tensors]
+        return {
             "title": self.title,
             "units": [unit.as_dict() for unit in self.units],
             "tensors": [
-                {
-                    **each._asdict(),
-                    "shape": list(each.shape),
-                    "also": list(each.also),
-                    "parts": [part._asdict() for part in each.parts],
-                }
-                for each in self.tensors
+                {**each._asdict(), "parts": held}
+                for each, held in zip(self.tensors, parts, strict=True)
             ],
+            "optimizer": self.optimizer,
         }
-        # A model has no optimizer, and safetensors files have none.
-        return {**found, "optimizer": self.optimizer} if self.optimizer else found
 
     def __str__(self) -> str:
         # A tied parameter counts once, as in the plan.
@@ -235,7 +224,7 @@ def _held(parts: Iterable[HeldPart], row: int | None = None, whole: int = -1) ->
     # Of many ranks the first two and the last tell the sizes.
     if len(words) > _RANKS:
         words = [*words[:2], f"... ({len(words) - 3} more)", words[-1]]
-    return " | ".join(words)
+    return " | ".join(words) or "no elements"
 
 
 def describe(what: nn.Module | str | PathLike[str]) -> Description:

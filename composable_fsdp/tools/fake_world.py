@@ -4,8 +4,7 @@
 operations of torch's dispatcher, whose fake forms send nothing.
 
 Checked on torch 2.13. Private: ``_disable_current_modes``, the operators of
-``_c10d_functional``, ``torch.distributed.tensor._redistribute``,
-``_clear_sharding_prop_cache``, ``_propagate_tensor_meta_non_cached``.
+``_c10d_functional``, ``_propagate_tensor_meta_non_cached``.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class FakeOps(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
                 raise PlanError(
                     f"simulate counts no collectives of the model's own layers, and "
                     f"the model sends {func._opname}, as tensor parallelism does. "
-                    "plan with --tensor-parallel-size tells the memory."
+                    "plan and measure_activations tell the memory."
                 )
             # The fake form of a wait would return new memory.
             waits = func._opname == "wait_tensor"
@@ -178,11 +177,15 @@ def fake_arguments(
     given: Any, low: torch.dtype | None = None
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return the arguments of a forward with fake tensors, real numbers in ``low``."""
-    made = pytree.tree_map_only(
-        Tensor,
-        lambda t: fake_like(t, low if t.is_floating_point() else None),
-        [given] if isinstance(given, Tensor) else given,
-    )
+
+    def fake(tensor: Tensor) -> Tensor:
+        dtype = low if low and tensor.is_floating_point() else tensor.dtype
+        # A function of the user may have made a fake tensor, which is counted once.
+        is_done = type(tensor) is FakeTensor and tensor.dtype == dtype
+        return tensor if is_done else fake_like(tensor, dtype)
+
+    values = [given] if isinstance(given, Tensor) else given
+    made = pytree.tree_map_only(Tensor, fake, values)
     return ((), made) if isinstance(made, Mapping) else (tuple(made), {})
 
 
@@ -221,11 +224,7 @@ def _plain_tensors() -> Iterator[None]:
 
 @contextmanager
 def simulated_meshes() -> Iterator[None]:
-    """Let meshes in this block have real ranks, and tensors on the CPU.
-
-    The caches of DTensor hold meshes, whose groups are destroyed behind the block. So
-    the caches are empty at the start and at the end of the block.
-    """
+    """Let meshes in this block have real ranks, and tensors on the CPU."""
     # The ranks of a mesh are read as numbers, which fake tensors do not have.
     plain = _with(_plain_tensors, DeviceMesh.__init__)
 
@@ -248,22 +247,4 @@ def simulated_meshes() -> Iterator[None]:
             stack.enter_context(replaced(DeviceMesh, name, method))
         ranks = property(_with(_plain_tensors, vars(DeviceMesh)["mesh"].fget))
         stack.enter_context(replaced(DeviceMesh, "mesh", ranks))
-        _forget_meshes()
-        stack.callback(_forget_meshes)
         yield
-
-
-def _forget_meshes() -> None:
-    """Empty the caches of DTensor, which hold meshes."""
-    # Without the module there is no DTensor, and its import takes a second.
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    from torch.distributed.tensor import _redistribute
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch has no types
-    for each in vars(_redistribute).values():
-        if hasattr(each, "cache_clear"):
-            each.cache_clear()
-    # A dict, in versions of torch that have it.
-    getattr(_redistribute, "_planner_cache", {}).clear()

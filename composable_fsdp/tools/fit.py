@@ -26,18 +26,14 @@ MOST_RANKS = 1 << 17
 """The largest world size that ``smallest_world_size`` tries."""
 
 
-_Change = tuple[str, str, dict[str, Any]]
-"""A change of the plan: for a reader, for the command line, and for ``replan``."""
-
-
-def fit(found: Forecast, capacity: int, cut: int = 1) -> dict[str, Any]:
+def fit(found: Forecast, capacity: int) -> dict[str, Any]:
     """Return whether ``found`` fits into ``capacity`` bytes, and what else would."""
     smallest = smallest_world_size(found, capacity)
     fits = found.total <= capacity
     return {
         "capacity": capacity,
         "fits": fits,
-        "smallest_world_size": smallest and cut * smallest,
+        "smallest_world_size": smallest,
         "changes": [] if fits else _what_helps(found, capacity),
     }
 
@@ -52,8 +48,10 @@ def _what_helps(found: Forecast, capacity: int) -> list[dict[str, Any]]:
         plan = replan(found.plan, mixed_precision=mixed) if mixed else found.plan
         return found.activations.measure(plan=plan, checkpointing=again)
 
-    def total(chosen: Sequence[_Change]) -> int:
-        given = {name: value for each in chosen for name, value in each[2].items()}
+    changes = _changes(found)
+
+    def total(chosen: Sequence[str]) -> int:
+        given = {n: value for each in chosen for n, value in changes[each].items()}
         kept = found.activations
         if kept is not None and {"mixed_precision", "checkpointing"} & given.keys():
             again = given.pop("checkpointing", kept.checkpointed)
@@ -61,27 +59,22 @@ def _what_helps(found: Forecast, capacity: int) -> list[dict[str, Any]]:
         plan = replan(found.plan, **given)
         return replace(found, plan=plan, activations=kept).total
 
-    useful = _changes(found)
-    changes: list[dict[str, Any]] = []
+    useful = list(changes)
+    helps: list[dict[str, Any]] = []
     for size in range(1, len(useful) + 1):
         # If no smaller set is enough, take the sets that are.
-        if any(change["fits"] for change in changes):
+        if any(each["fits"] for each in helps):
             break
         for chosen in combinations(useful, size):
             needed = total(chosen)
+            fits = needed <= capacity
             # A single change is told if it helps; it is in no set if it does not.
             if size == 1 and needed >= found.total:
-                useful = [each for each in useful if each is not chosen[0]]
-            elif size == 1 or needed <= capacity:
-                changes.append(
-                    {
-                        "change": " and ".join(text for text, _, _ in chosen),
-                        "options": " ".join(option for _, option, _ in chosen),
-                        "bytes": needed,
-                        "fits": needed <= capacity,
-                    }
-                )
-    return changes
+                useful = [each for each in useful if each != chosen[0]]
+            elif size == 1 or fits:
+                told = {"options": " ".join(chosen), "bytes": needed, "fits": fits}
+                helps.append(told)
+    return helps
 
 
 def smallest_world_size(found: Forecast, capacity: int) -> int | None:
@@ -107,68 +100,35 @@ def smallest_world_size(found: Forecast, capacity: int) -> int | None:
     return step * (low + bisect_left(range(low, high), True, key=fits))
 
 
-def _changes(found: Forecast) -> list[_Change]:
-    """Return the changes that may need less memory."""
+def _changes(found: Forecast) -> dict[str, dict[str, Any]]:
+    """Return changes that may need less memory, those that cost least first.
+
+    Options of the command, with the arguments of ``replan``.
+    """
     plan, units = found.plan, found.plan.units
     options = [unit.options for unit in units]
-    full, hybrid = FULL_SHARD, HYBRID[0]
-    strategy = hybrid if any(o.strategy in HYBRID for o in options) else full
-    activations = found.activations
+    strategy = HYBRID[0] if any(o.strategy in HYBRID for o in options) else FULL_SHARD
     name = strategy.name.lower().replace("_", "-")
-    switch = {"strategy": strategy, "placement": None}
     # The command refuses both, and takes FULL_SHARD beside a placement for its default.
     only = ", without --placement" if any(o.placement for o in options) else ""
-    # In the order of what a user loses: first memory for time, at last the host.
-    rows: list[tuple[bool, _Change]] = [
-        (
-            any(o.chosen not in (full, hybrid) for o in options),
-            (f"strategy={strategy.name}", f"--strategy {name}{only}", switch),
-        ),
-        (
-            # NO_SHARD has replicas without groups, and FULL_SHARD is its change.
-            any(u.shard_world_size > 1 and u.replicas > 1 for u in units),
-            (
-                "one shard group of all ranks, without replicas",
-                f"--strategy full-shard, without --shard-world-size{only}",
-                {**switch, "strategy": full, "shard_world_size": plan.world_size},
-            ),
-        ),
-        (
-            any(o.mixed_precision is None for o in options),
-            (
-                "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)",
-                "--param-dtype bfloat16",
-                {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
-            ),
-        ),
-        (
-            any(o.backward_prefetch is not None for o in options),
-            (
-                "backward_prefetch=None",
-                "--backward-prefetch none",
-                {"backward_prefetch": None},
-            ),
-        ),
-        (
-            # Less padding is not worth sharded parameters of one dimension.
-            plan.padded_numel > 1.01 * plan.numel,
-            ("block=Block.ELEMENT", "--block element", {"block": Block.ELEMENT}),
-        ),
-        (
-            activations is not None and not activations.checkpointed,
-            (
-                "activation checkpointing of each unit",
-                "--checkpointing",
-                {"checkpointing": True},
-            ),
-        ),
-        (
-            not all(unit.is_offloaded for unit in units),
-            (
-                "cpu_offload=CPUOffload(offload_params=True)",
-                "--cpu-offload",
-                {"cpu_offload": CPUOffload(offload_params=True)},
-            ),
-        ),
-    ]
-    return [change for matters, change in rows if matters]
+    changes: dict[str, dict[str, Any]] = {
+        f"--strategy {name}{only}": {"strategy": strategy, "placement": None}
+    }
+    # NO_SHARD has replicas without groups, and FULL_SHARD is its change.
+    if any(u.shard_world_size > 1 and u.replicas > 1 for u in units):
+        changes[f"--strategy full-shard, without --shard-world-size{only}"] = {
+            "strategy": FULL_SHARD,
+            "placement": None,
+            "shard_world_size": plan.world_size,
+        }
+    if any(o.mixed_precision is None for o in options):
+        low = MixedPrecision(param_dtype=torch.bfloat16)
+        changes["--param-dtype bfloat16"] = {"mixed_precision": low}
+    changes["--backward-prefetch none"] = {"backward_prefetch": None}
+    # Less padding is not worth sharded parameters of one dimension.
+    if plan.padded_numel > 1.01 * plan.numel:
+        changes["--block element"] = {"block": Block.ELEMENT}
+    if found.activations is not None and not found.activations.checkpointed:
+        changes["--checkpointing"] = {"checkpointing": True}
+    changes["--cpu-offload"] = {"cpu_offload": CPUOffload(offload_params=True)}
+    return changes

@@ -205,12 +205,6 @@ def chosen_units(root: nn.Module, units: Iterable[object]) -> Chosen:
     return found
 
 
-def unit_names(root: nn.Module, units: Iterable[object] | None) -> list[list[str]]:
-    """Return the names of the modules of each unit that ``chosen_units`` returns."""
-    chosen = chosen_units(root, units or ())
-    return [[walk.name_of(root, each) for each in group] for group in chosen.values()]
-
-
 def _of(
     entry: object, names: Mapping[str, nn.Module], order: Mapping[nn.Module, int]
 ) -> list[nn.Module]:

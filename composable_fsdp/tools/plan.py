@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from torch import nn
 
 from composable_fsdp.comm.nodes import group_sizes
-from composable_fsdp.comm.placements import ROWS, SHARD, Ways, placement_of
-from composable_fsdp.comm.wire_format import WireFormat
+from composable_fsdp.comm.placements import ROWS, SHARD, placement_of
 from composable_fsdp.compose.registry import API, get_state
-from composable_fsdp.config import (
-    FULL_SHARD,
-    HYBRID,
-    Arena,
-    BackwardPrefetch,
-    Block,
-    CPUOffload,
-    MixedPrecision,
-    Placement,
-    RowBlock,
-    ShardingStrategy,
-    TiedParams,
-)
+from composable_fsdp.config import HYBRID, TiedParams
 from composable_fsdp.entries.apply import as_list, owner_of
-from composable_fsdp.entries.fully_shard import FSDP2_NAMES, unknown_text
+from composable_fsdp.entries.fully_shard import unknown_text
 from composable_fsdp.errors import PlanError
 from composable_fsdp.features.comm_hooks.int8_exchange import int8_all_to_all_hook
 from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import make_request
-from composable_fsdp.planning.options import GroupBy, UnitOptions
+from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import lay_out_again
 from composable_fsdp.planning.policies import AnyPolicy, evaluate_policy
 from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
@@ -46,36 +31,7 @@ from composable_fsdp.tools.sharding_plan import ShardingPlan, plan_modules
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import require_module, walk_states
 
-_NAMES = {
-    **{name: FSDP2_NAMES[name] for name in FSDP2_NAMES if "mesh" not in name},
-    **dict.fromkeys(
-        ("mesh", "device_mesh", "dp_mesh_dims", "process_group"),
-        "world_size, and shard_world_size for a 2-D mesh",
-    ),
-}
-"""Argument names of torch's FSDP and of ``fully_shard``, mapped to ``plan``'s."""
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _with_hints(function: Callable[P, R]) -> Callable[P, R]:
-    """Return ``function``, which refuses names of torch's FSDP with a hint."""
-    # The signature is that of the function itself, for ``help`` and type checkers.
-    known = inspect.signature(function).parameters.keys()
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        unknown = sorted(kwargs.keys() - known)
-        # Python's own TypeError would not translate names of torch's FSDP.
-        if unknown:
-            raise TypeError(unknown_text(unknown, known, function.__name__, _NAMES))
-        return function(*args, **kwargs)
-
-    return checked
-
-
-@_with_hints
 def plan(
     module: nn.Module,
     *,
@@ -83,20 +39,10 @@ def plan(
     shard_world_size: int | None = None,
     policy: AnyPolicy | None = None,
     units: Iterable[nn.Module | str | Sequence[nn.Module | str]] | None = None,
-    strategy: ShardingStrategy = FULL_SHARD,
-    placement: Placement | None = None,
-    mixed_precision: MixedPrecision | None = None,
-    cpu_offload: CPUOffload | None = None,
-    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
-    forward_prefetch: bool = False,
-    limit_all_gathers: bool = True,
-    block: Block | RowBlock = Block.ROW,
-    group_by: GroupBy | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
     tied_params: TiedParams = "error",
-    wire: WireFormat | None = None,
-    arena: Arena | None = None,
+    **options: Any,
 ) -> ShardingPlan:
     """Return the plan of ``fully_shard`` for ``module`` on ``world_size`` ranks.
 
@@ -123,25 +69,14 @@ def plan(
             patterns of names such as "blocks.*"; a list of them in the list is one
             unit. So ``units=model.blocks`` plans ``for block in model.blocks:
             fully_shard(block)``. Default None: no units below ``module``.
-        strategy: the sharding strategy. Default FULL_SHARD.
-        placement: a placement instead, over dims "replicate" and "shard". Default None.
-        mixed_precision: dtypes of compute, reduction, buffers, inputs and outputs.
-            Default None: every tensor keeps its dtype.
-        cpu_offload: keeps sharded parameters and gradients on the host. Default None.
-        backward_prefetch: when backward gathers the next unit. Default BACKWARD_PRE.
-        forward_prefetch: whether a forward gathers the next unit ahead. Default False.
-        limit_all_gathers: whether the memory of at most one resharded unit may wait for
-            the GPU. Default True.
-        block: the run of elements that no shard boundary may cut. Default Block.ROW.
-        group_by: a function of a parameter's name and the parameter; parameters with
-            different answers get separate regions. Default None: a single group.
         ignored_modules: modules to leave unsharded, with all below. Default None.
         ignored_states: parameters, or modules, to leave unsharded. Default None.
         tied_params: "error" (default) refuses a parameter that is tied across units;
             "promote" gives the parameter to the lowest unit above all its places.
-        wire: the format in which all-gathers send matrices, as for ``fully_shard``.
-            Default None: the compute dtype.
-        arena: memory with stable addresses, as for ``fully_shard``. Default None.
+        **options: the options of a unit, as of ``fully_shard``: ``strategy`` or
+            ``placement``, ``mixed_precision``, ``cpu_offload``, ``backward_prefetch``,
+            ``forward_prefetch``, ``limit_all_gathers``, ``block``, ``group_by``,
+            ``wire`` and ``arena``.
 
     Returns: the plan. Sizes are in elements; fields named ``*_bytes`` are in bytes.
     Raises: TypeError, if ``module`` is no module; PlanError, for options of a module
@@ -161,19 +96,10 @@ def plan(
         raise PlanError(
             "plan expects policy or units, not both: each selects the units."
         )
-    options = UnitOptions(
-        strategy=strategy,
-        placement=placement,
-        block=block,
-        mixed_precision=mixed_precision,
-        cpu_offload=cpu_offload,
-        backward_prefetch=backward_prefetch,
-        forward_prefetch=forward_prefetch,
-        limit_all_gathers=limit_all_gathers,
-        group_by=group_by,
-        wire=wire,
-        arena=arena,
-    )
+    known = [each.name for each in fields(UnitOptions)]
+    if unknown := sorted(options.keys() - set(known)):
+        raise TypeError(unknown_text(unknown, known, "plan"))
+    chosen = UnitOptions(**options)
     # Lists, because iterators would be exhausted by the first reader.
     modules = as_list(ignored_modules, "ignored_modules")
     states = as_list(ignored_states, "ignored_states")
@@ -185,7 +111,7 @@ def plan(
     kept, ranks = _kept(module, world_size, shard_world_size)
     # The root is sharded, so no parameter is left.
     if kept is not None and not kept.units[0].fqn:
-        if options != UnitOptions() or any(others):
+        if chosen != UnitOptions() or any(others):
             raise PlanError(
                 "plan got options for a module that is sharded already, and whose "
                 "units have their options. Pass world_size and shard_world_size only, "
@@ -193,7 +119,7 @@ def plan(
             )
         return kept
     request = make_request(
-        options,
+        chosen,
         ranks,
         sizes=partial(group_sizes, world_size=ranks, shard_world_size=shard_world_size),
         policy=None if policy is None else partial(evaluate_policy, policy),
@@ -268,7 +194,11 @@ def replan(
         if not same_ranks or options.chosen != unit.options.chosen:
             size = shard_world_size or _shard_world_size(plan, ranks)
             ways = group_sizes(options.chosen, world_size=ranks, shard_world_size=size)
-        units.append(_replan_unit(unit, options, ways))
+        # Equal units of the old and the new plan share their layouts.
+        if options != unit.options or ways != unit.ways:
+            regions = lay_out_again(unit, options, ways.shard_world_size)
+            unit = replace(unit, regions=regions, options=options, **ways._asdict())
+        units.append(unit)
     # Padding depends on the ranks, and so do the sentences about it.
     notes = tuple(note for unit in units for note in padding_notes(unit))
     return ShardingPlan(tuple(units), ranks, notes)
@@ -297,15 +227,6 @@ def _shard_world_size(plan: ShardingPlan, ranks: int) -> int | None:
             # Fewer ranks than a group are one group.
             return min(size, ranks)
     return None
-
-
-def _replan_unit(unit: UnitPlan, options: UnitOptions, ways: Ways) -> UnitPlan:
-    """Lay out the parameters of ``unit``, as ``planner._build`` does."""
-    # Equal units of the old and the new plan share their layouts.
-    if options == unit.options and ways == unit.ways:
-        return unit
-    regions = lay_out_again(unit, options, ways.shard_world_size)
-    return replace(unit, regions=regions, options=options, **ways._asdict())
 
 
 def plan_of_units(units: Iterable[tuple[str, _FSDPState]]) -> ShardingPlan:

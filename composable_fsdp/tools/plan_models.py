@@ -1,11 +1,4 @@
-"""Builds the model that a command names, on meta: no parameter takes memory.
-
-A function of a training script may take the mesh of the whole job, and does with the
-dimension ``tp`` what it does in the job; other dimensions shard what a rank has left::
-
-    8 ranks, tensor_parallel_size=2     mesh ("dp", "tp") of 4 x 2
-    and shard_world_size=2              mesh ("replicate", "shard", "tp") of 2 x 2 x 2
-"""
+"""Builds the model that a command names, on meta: no parameter takes memory."""
 
 from __future__ import annotations
 
@@ -15,8 +8,8 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -24,12 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import did_you_mean, join_name
+from composable_fsdp.errors import FSDPError, PlanError
+from composable_fsdp.naming import did_you_mean
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.tree.traversal import walk_states
 
 CONFIG = "config.json"
@@ -55,30 +46,30 @@ def is_sharded(module: nn.Module) -> bool:
     return any(True for _ in walk_states(module))
 
 
-def load_model(
-    target: str, mesh: DeviceMesh | None = None, *, is_config: bool = False
-) -> Model:
-    """Return the model that ``target`` names; its function may take the mesh."""
-    is_config = is_config or target.endswith(".json") or Path(target).is_dir()
-    found = None if is_config else object_of(target)
+def load_model(target: str, *, is_config: bool = False) -> Model:
+    """Return the model that ``target`` names, on meta."""
+    make = maker_of(target, is_config=is_config)
+    with torch.device("meta"):
+        return make()
+
+
+def maker_of(target: str, *, is_config: bool = False) -> Callable[[], Model]:
+    """Return what makes the model that ``target`` names, after all imports."""
+    if is_config or target.endswith(".json") or Path(target).is_dir():
+        return _config(target)
+    found = _object_of(target)
     # A class of modules is callable and no module.
-    if not is_config and not isinstance(found, nn.Module):
-        if callable(found):
-            return _from_function(found, target, mesh)
+    if isinstance(found, nn.Module):
+        return lambda: Model(found, target)
+    if not callable(found):
         raise PlanError(
             f"{target} expects to be a module, or a function or class without "
             f"arguments that makes one; got {found!r:.80}."
         )
-    if mesh is not None:
-        raise PlanError(
-            f"{target} is no function, and so does not say how its model is cut. Write "
-            "a function of the mesh that makes the model and calls "
-            'parallelize_module(model, mesh["tp"], {...}), and pass MODULE:FUNCTION.'
-        )
-    return Model(found, target) if isinstance(found, nn.Module) else _config(target)
+    return partial(made_by, found, target)
 
 
-def object_of(target: str) -> Any:
+def _object_of(target: str) -> Any:
     """Return the function, class or module that ``target`` names."""
     # The last colon: a path of Windows has another.
     path, _, name = target.rpartition(":")
@@ -134,27 +125,30 @@ def _import(path: str) -> ModuleType:
         ) from error
 
 
-def _from_function(
-    function: Callable[..., Any], source: str, mesh: DeviceMesh | None
-) -> Model:
-    """Return the model that ``function`` makes."""
+def made_by(function: Callable[..., Any], source: str) -> Model:
+    """Return the model that ``function`` makes, with inputs and loss if it has any."""
     # The call would fail with the same, but from inside of the user's code.
-    make = without_arguments(function, mesh, source)
     try:
-        with torch.device("meta"):
-            made = make()
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise PlanError(
+            f"{source} needs arguments: {error}. Write a function without arguments "
+            "that calls it, and pass that function."
+        ) from None
+    # Some classes of C have no signature; the call tells.
+    except ValueError:
+        pass
+    try:
+        made = function()
+    except FSDPError:
+        raise
     # The function is the user's code and may raise anything, also SystemExit.
     except (Exception, SystemExit) as error:
         raise PlanError(
-            f"{source}() fails on the meta device, where tensors have shapes and no "
-            f"values: {type(error).__name__}: {error}. Build the model alone, and load "
-            "or read no values."
+            f"{source}() fails on the meta device, or on fake tensors, which have "
+            f"shapes and no values: {type(error).__name__}: {error}. Build the model "
+            "alone, and load or read no values."
         ) from error
-    return returned(made, source, mesh)
-
-
-def returned(made: Any, source: str, mesh: DeviceMesh | None) -> Model:
-    """Return the model that a function has returned, cut over ``mesh["tp"]``."""
     inputs = loss = None
     # A function may return the model with arguments for its forward, and a loss.
     if isinstance(made, tuple) and len(made) in (2, 3):
@@ -166,20 +160,11 @@ def returned(made: Any, source: str, mesh: DeviceMesh | None) -> Model:
             f"{source}() expects to return a module, or a pair of a module and the "
             f"arguments of its forward; got {made!r:.80}."
         )
-    # On a single rank there is nothing to cut.
-    cut = mesh["tp"].size() if mesh is not None and not is_sharded(made) else 1
-    if cut > 1 and first_dtensor(made) is None:
-        raise PlanError(
-            f"{source} returned a {type(made).__name__} none of whose parameters is a "
-            f"DTensor, so tensor_parallel_size={cut} would leave ranks with the same "
-            "work. Let the function take the mesh and call parallelize_module(model, "
-            'mesh["tp"], {...}) on its model, or leave tensor_parallel_size out.'
-        )
     return Model(made, source, inputs, loss)
 
 
-def _config(path: str) -> Model:
-    """Return the model of a configuration of transformers, on meta."""
+def _config(path: str) -> Callable[[], Model]:
+    """Return what makes the model of a configuration of transformers."""
     file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise PlanError(
@@ -195,26 +180,36 @@ def _config(path: str) -> Model:
         ) from error
     # Advice of transformers on weights and kernels is for a model that runs.
     transformers.logging.set_verbosity_error()
-    try:
+
+    # transformers raises many kinds of errors for a configuration.
+    @contextmanager
+    def refused() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise PlanError(
+                f"transformers {transformers.__version__} makes no model of {path}: "
+                f"{' '.join(str(error).split())}"
+            ) from error
+
+    with refused():
         config = transformers.AutoConfig.from_pretrained(str(file))
         # The class that the configuration names has the head; AutoModel has none.
         name = next(iter(config.architectures or []), "")
         kind = getattr(transformers, name, None) if name else None
-        make = transformers.AutoModel.from_config if kind is None else kind
-        with torch.device("meta"), warnings.catch_warnings():
+
+    def make() -> Model:
+        with refused(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            module = make(config)
-    # transformers raises many kinds of errors for a configuration.
-    except Exception as error:
-        raise PlanError(
-            f"transformers {transformers.__version__} makes no model of {path}: "
-            f"{' '.join(str(error).split())}"
-        ) from error
-    note = (
-        "the configuration names no class of transformers under architectures, so the "
-        f"model is a {type(module).__name__} without a head"
-    )
-    return Model(module, path, config=config, notes=(note,) * (kind is None))
+            module = (kind or transformers.AutoModel.from_config)(config)
+        note = (
+            "the configuration names no class of transformers under architectures, so "
+            f"the model is a {type(module).__name__} without a head"
+        )
+        notes = (note,) if kind is None else ()
+        return Model(module, path, config=config, notes=notes)
+
+    return make
 
 
 def inputs_for(model: Model, shape: Sequence[int]) -> Any:
@@ -254,87 +249,16 @@ def inputs_for(model: Model, shape: Sequence[int]) -> Any:
     return {"input_ids": made, **{n: each for n, each in extra.items() if n in takes}}
 
 
-def check_sizes(
-    world_size: Any, shard_world_size: object, tensor_parallel_size: object = None
-) -> None:
+def check_sizes(world_size: Any, shard_world_size: object) -> None:
     """Raise PlanError, naming the argument, if a size does not divide the ranks."""
-    data, what = 0, "positive number of ranks"
-    for name, given in (
-        ("world_size", world_size),
-        ("tensor_parallel_size", tensor_parallel_size),
-        ("shard_world_size", shard_world_size),
-    ):
-        if given is None and data:
-            continue
-        # True is an int in Python.
-        if type(given) is not int or given < 1 or data % given:
-            raise PlanError(f"{name} expects a {what}, got {given!r}.")
-        # Ranks that cut matrices shard nothing.
-        data = data // given if data else given
-        ranks = f"world_size={world_size}"
-        if name == "tensor_parallel_size":
-            ranks = f"the {data} data ranks of {ranks} and {name}={given}"
-        what = f"number of ranks that divides {ranks}"
-
-
-def job_mesh(
-    world_size: int, shard_world_size: int | None, tensor_parallel_size: int | None
-) -> DeviceMesh:
-    """Return the mesh of all ranks, with "tp" last, after ``check_sizes``.
-
-    Collective: the creation of the process groups of the mesh.
-    """
-    sizes, names = [world_size // (tensor_parallel_size or 1)], ["dp"]
-    if shard_world_size is not None:
-        sizes = [sizes[0] // shard_world_size, shard_world_size]
-        names = ["replicate", "shard"]
-    if tensor_parallel_size is not None:
-        sizes, names = [*sizes, tensor_parallel_size], [*names, "tp"]
-    return init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names))
-
-
-def without_arguments(
-    function: Callable[..., Any], mesh: DeviceMesh | None, name: str
-) -> Callable[[], Any]:
-    """Return ``function`` without arguments, with the mesh if it takes a mesh.
-
-    Raises: PlanError, for a function with other arguments, or of a mesh without a mesh.
-    """
-    parameters: list[inspect.Parameter] = []
-    # Some classes of C have no signature; the call tells.
-    with suppress(TypeError, ValueError):
-        parameters = list(inspect.signature(function).parameters.values())
-    # ``*args`` and ``**kwargs`` may be empty.
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    given = {p.name: p.default for p in parameters if p.kind not in optional}
-    needed = [each for each in given if given[each] is inspect.Parameter.empty]
-    if len(needed) > 1 or (needed and mesh is None):
-        way = (
-            "; or pass --tensor-parallel-size to plan, and the argument is the mesh "
-            '("dp", "tp")'
-        )
+    # True is an int in Python.
+    if type(world_size) is not int or world_size < 1:
         raise PlanError(
-            f"{name} needs arguments: {', '.join(needed)}. Write a function without "
-            "arguments that calls it, and pass that function"
-            f"{way if len(needed) == 1 else ''}."
+            f"world_size expects a positive number of ranks, got {world_size!r}."
         )
-    # A single argument without default is the mesh, whatever its name.
-    names = needed or [each for each in given if each in ("mesh", "device_mesh")]
-    takes = mesh is not None and names
-    return partial(function, **{names[0]: mesh}) if takes else function
-
-
-def name_of(model: object) -> str:
-    """Return the name of a function or the class of a module, for messages."""
-    return str(getattr(model, "__name__", type(model).__name__))
-
-
-def first_dtensor(module: nn.Module) -> str | None:
-    """Return the name of the first parameter that is a DTensor; None if none is."""
-    named = (
-        join_name(prefix, name)
-        for prefix, each in walk.named(module)
-        for name, parameter in each._parameters.items()
-        if is_dtensor(parameter)
-    )
-    return next(named, None)
+    size = world_size if shard_world_size is None else shard_world_size
+    if type(size) is not int or size < 1 or world_size % size:
+        raise PlanError(
+            "shard_world_size expects a number of ranks that divides "
+            f"world_size={world_size}, got {size!r}."
+        )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from composable_fsdp.comm.placements import name_of
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import listed, size_text
-from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.storage.manifest import dtype_name
 from composable_fsdp.tools.texts import counted
-from composable_fsdp.tools.unit_costs import Traffic
 
 Report = dict[str, Any]
 
@@ -29,14 +27,8 @@ KINDS = {
 }
 """Kinds of memory, with the words that a reader sees."""
 
-_WORDS = ("unit", "", "class", "regions")
-"""Columns of words, which are aligned to the left."""
-
 _KEPT = ("parameters", "gradients", "optimizer")
 """Kinds that stay between steps."""
-
-_HOST_LINK = 50e9
-"""Bytes a second between host and device: what PCIe 5.0 with 16 lanes reaches."""
 
 
 def report_of(
@@ -44,7 +36,6 @@ def report_of(
     *,
     source: str = "",
     units_from: str = "",
-    tensor_parallel_size: int | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
     """Return the numbers of a ``Forecast``, for JSON. Bytes are per rank."""
@@ -56,36 +47,27 @@ def report_of(
             "times": row.fold.times,
             "class": row.fold.unit.class_name,
             **{name: getattr(row, name) for name in columns},
-            "regions": _regions(row.fold.unit, plan.units[0]),
-            **_traffic(row.traffic),
+            **row.traffic.by_op(),
         }
         for row in found.rows
     ]
-    cut = tensor_parallel_size or 1
     # The root of a hybrid plan may be unsharded; the units below tell the groups.
     groups = max(plan.units, key=lambda unit: unit.shard_world_size)
-    whole = plan.whole_numel
     return {
-        "composable_fsdp_plan": 1,
         "model": {
             "source": source,
             "class": plan.units[0].class_name,
             "parameters": plan.numel,
             # With tensor parallelism a rank has less than the whole model.
-            **({"whole_parameters": whole} if whole != plan.numel else {}),
+            "whole_parameters": plan.whole_numel,
             "trainable": sum(sum(unit.trainable.values()) for unit in plan.units),
             "units": len(plan.units),
             "units_from": units_from,
         },
-        "options": {
-            **_options(plan),
-            "optimizer": found.optimizer.name,
-            "checkpointing": bool(activations and activations.checkpointed),
-            "world_size": plan.world_size * cut,
-            "shard_world_size": groups.shard_world_size,
-            "replicas": groups.replicas,
-            "tensor_parallel_size": tensor_parallel_size,
-        },
+        "world_size": plan.world_size,
+        "shard_world_size": groups.shard_world_size,
+        "replicas": groups.replicas,
+        "options": list(filter(None, _options(found))),
         "rows": rows,
         "total": {
             name: sum(row[name] for row in rows) for name in ("times", *columns[:-1])
@@ -100,49 +82,38 @@ def report_of(
         },
         "host_bytes": found.host_bytes,
         "save_bytes": found.save_bytes,
-        "step": _traffic(plan.traffic),
+        "step": plan.traffic.by_op(),
         "further": list(_further(found)),
         "warnings": [*notes, *plan.warnings],
     }
 
 
-def _options(plan: Any) -> Report:
-    """Return the options of the plan, the root's where units differ."""
-    options = plan.units[0].options
-    mixed, prefetch = options.mixed_precision, options.backward_prefetch
-    dtypes = {region.dtype for unit in plan.units for region in unit.regions}
-    # JSON has no dtypes and no objects.
-    low = {name: getattr(mixed, name, None) for name in ("param_dtype", "reduce_dtype")}
-    return {
-        "strategy": name_of(options.chosen),
-        "dtypes": sorted(map(dtype_name, dtypes)),
-        **{name: dtype and dtype_name(dtype) for name, dtype in low.items()},
-        "cpu_offload": plan.units[0].is_offloaded,
-        "backward_prefetch": prefetch and prefetch.name,
-        "forward_prefetch": options.forward_prefetch,
-        "block": str(options.block).removeprefix("Block."),
-        "wire": options.wire and repr(options.wire),
-        "arena": options.arena and repr(options.arena),
-    }
-
-
-def _regions(unit: UnitPlan, root: UnitPlan) -> str:
-    """Return the regions of a unit as text: dtype, frozen, group and parameters."""
-    words = []
-    for region in unit.regions:
-        frozen = "" if region.trainable else " frozen"
-        group = "" if region.group is None else f" group {region.group!r}"
-        count = counted(len(region.parameters), "parameter")
-        words.append(f"{count} in {dtype_name(region.dtype)}{frozen}{group}")
-    # Experts are sharded over fewer ranks than the model.
-    ranks, most = (u.shard_world_size * u.replicas for u in (unit, root))
-    over = "" if ranks == most else f", over {counted(ranks, 'rank')}"
-    return (", ".join(words) or "no parameters") + over
+def _options(found: Any) -> list[str]:
+    """Return the options of the plan in words, the root's where units differ."""
+    root, units = found.plan.units[0], found.plan.units
+    options, activations = root.options, found.activations
+    dtypes = {dtype_name(region.dtype) for unit in units for region in unit.regions}
+    compute, reduction = (
+        dtype and dtype_name(dtype)
+        for dtype in (
+            getattr(options.mixed_precision, name, None)
+            for name in ("param_dtype", "reduce_dtype")
+        )
+    )
+    return [
+        name_of(options.chosen),
+        f"parameters in {' and '.join(sorted(dtypes))}",
+        compute and f"compute in {compute}",
+        reduction and f"reduction in {reduction}",
+        options.wire and f"all-gathers by {options.wire!r}",
+        "shards on the host" if root.is_offloaded else "",
+        "activation checkpointing" if activations and activations.checkpointed else "",
+        found.optimizer.name,
+    ]
 
 
 def _further(found: Any) -> Iterator[str]:
-    """Yield sentences on an arena, on optimizer states on the host, and on units that
-    hold trainable and frozen parameters."""
+    """Yield sentences on an arena, states on the host, and units frozen in part."""
     step = found.plan.step_memory()
     full, reduce = step.kept
     count = counted(sum(len(slot.units) for slot in step.slots), "unit")
@@ -156,11 +127,11 @@ def _further(found: Any) -> Iterator[str]:
     if units:
         nbytes = sum(map(found.optimizer.state_bytes, units))
         two = size_text(found.optimizer.buffer_bytes(units))
+        # 50 GB/s between host and device: what PCIe 5.0 with 16 lanes reaches.
         yield (
-            f"optimizer states on the host: {size_text(nbytes)} of "
-            f"{counted(len(units), 'unit')}, on the device two buffers of {two} in "
-            f"all, in a step of at least {2 * nbytes / _HOST_LINK * 1e3:.3g} ms (there "
-            f"and back at {_HOST_LINK / 1e9:.0f} GB/s)"
+            f"optimizer states on the host: {size_text(nbytes)}, on the device two "
+            f"buffers of {two} in all, in a step of at least {nbytes / 25e6:.3g} ms "
+            "(there and back at 50 GB/s)"
         )
     for fold in (row.fold for row in found.rows):
         trainable, frozen = fold.unit.trainable, fold.unit.frozen
@@ -173,27 +144,16 @@ def _further(found: Any) -> Iterator[str]:
             )
 
 
-def _traffic(traffic: Traffic) -> Report:
-    """Return calls and bytes of each kind of collective."""
-    found = traffic.by_op().items()
-    return {op: {"calls": calls, "bytes": nbytes} for op, (calls, nbytes) in found}
-
-
-def _sent(sent: Report) -> str:
-    """Return the result of ``_traffic`` as text."""
-    found = [
+def text_of(report: Report) -> str:
+    """Return the report as text."""
+    lines = [_headline(report), *_units(report), *_peak(report), ""]
+    sent = ", ".join(
         f"{counted(each['calls'], op.replace('_', '-'))} of "
         f"{size_text(each['bytes'])} in all"
-        for op, each in sent.items()
+        for op, each in report["step"].items()
         if each["calls"]
-    ]
-    return ", ".join(found) or "no communication"
-
-
-def text_of(report: Report, width: int | None = None) -> str:
-    """Return the report as text; tables leave columns out to keep to ``width``."""
-    lines = [_headline(report), *_units(report, width), *_peak(report), ""]
-    lines.append(f"Per step and rank: {_sent(report['step'])}.")
+    )
+    lines.append(f"Per step and rank: {sent or 'no communication'}.")
     lines += report["further"]
     if report["host_bytes"]:
         lines.append(
@@ -221,78 +181,44 @@ def text_of(report: Report, width: int | None = None) -> str:
 
 def _headline(report: Report) -> str:
     """Return the model and the options as two lines."""
-    model, options = report["model"], report["options"]
+    model, ranks = report["model"], counted(report["world_size"], "rank")
     # Replicas times ranks per shard group, as the dims of a mesh.
-    cut, replicas = options["tensor_parallel_size"], options["replicas"]
-    dims = [str(replicas)] if replicas > 1 else []
-    dims += [str(options["shard_world_size"])]
-    dims += [f"{cut} tensor-parallel"] if cut is not None else []
-    ranks = counted(options["world_size"], "rank")
-    if dims[1:]:
-        ranks += f" ({' x '.join(dims)})"
-    given = [
-        options["strategy"],
-        f"parameters in {' and '.join(options['dtypes'])}",
-        options["param_dtype"] and f"compute in {options['param_dtype']}",
-        options["reduce_dtype"] and f"reduction in {options['reduce_dtype']}",
-        options["wire"] and f"all-gathers by {options['wire']}",
-        "shards on the host" if options["cpu_offload"] else "",
-        "activation checkpointing" if options["checkpointing"] else "",
-        options["optimizer"],
-    ]
+    if report["replicas"] > 1:
+        ranks += f" ({report['replicas']} x {report['shard_world_size']})"
     # Frozen parameters have neither gradients nor optimizer state.
-    frozen = model["parameters"] - model["trainable"]
-    whole = model.get("whole_parameters")
+    numel, whole = model["parameters"], model["whole_parameters"]
+    frozen = numel - model["trainable"]
     return (
-        f"{model['class']}, {model['parameters']:,} parameters"
-        f"{'' if whole is None else f' per rank of {whole:,}'}"
+        f"{model['class']}, {numel:,} parameters"
+        f"{'' if whole == numel else f' per rank of {whole:,}'}"
         f"{f' ({frozen:,} frozen)' if frozen else ''}, on {ranks}: "
-        f"{', '.join(filter(None, given))}"
+        f"{', '.join(report['options'])}"
         + (f"\nunits below the root: {model['units_from']}" if model["source"] else "")
     )
 
 
-def _units(report: Report, width: int | None) -> list[str]:
+def _units(report: Report) -> list[str]:
     """Return the table of units; its last row is the sum."""
-    total = {"unit": "total", "class": "", **report["total"]}
     rows = [
-        {
-            "unit": row["unit"],
-            "": f"{row['times']} x",
-            "class": row["class"],
-            "elements": f"{row['numel']:,}",
-            **{name: size_text(row[name]) for name in _KEPT},
-            "sum": size_text(row["sharded"]),
-            "padding": (
-                f"{row['padded_numel'] / row['numel'] - 1:.2%}" if row["numel"] else "-"
-            ),
-            # Units are full in turns, so this column has no sum.
-            "one unit full": "most " * (row is total) + size_text(row["full"]),
-            "regions": "" if row is total else row["regions"],
-        }
-        for row in (*report["rows"], total)
+        [
+            row["unit"],
+            f"{row['times']} x",
+            *(size_text(row[name]) for name in (*_KEPT, "sharded")),
+            f"{row['padded_numel'] / row['numel'] - 1:.2%}" if row["numel"] else "-",
+        ]
+        for row in (*report["rows"], {"unit": "total", **report["total"]})
     ]
-    names = list(rows[0])
-    # A reader misses the sums and the names last.
-    for dropped in ("regions", "padding", "class", "elements", "one unit full", None):
-        left = [i for i, name in enumerate(names) if name in _WORDS]
-        lines = _table(names, [[r[n] for n in names] for r in rows], left)
-        if width is None or dropped is None or max(map(len, lines)) <= width:
-            break
-        names.remove(dropped)
-    return ["", "Bytes per rank between steps", *lines]
+    header = ["unit", "", *_KEPT, "sum", "padding"]
+    return ["", "Bytes per rank between steps", *_table(header, rows)]
 
 
-def _table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], left: Container[int]
-) -> list[str]:
-    """Return the lines of a table whose columns ``left`` are left-aligned."""
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table whose first column is left-aligned."""
     cells = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
         ).rstrip()
         for row in cells
     ]
@@ -316,7 +242,7 @@ def _peak(report: Report) -> list[str]:
             rows.append([words, size])
     rows.append(["total", size_text(peak["bytes"])])
     title = f"Bytes on the device at the peak of a step: {peak['when']}"
-    return ["", title, *_table(["", "per rank"], rows, range(1))]
+    return ["", title, *_table(["", "per rank"], rows)]
 
 
 def _verdict(report: Report) -> Iterator[str]:
@@ -346,10 +272,7 @@ def _verdict(report: Report) -> Iterator[str]:
     for change in found["changes"]:
         verdict = "fits" if change["fits"] else "not enough alone"
         # The options that try the change, to be copied behind the command.
-        yield (
-            f"  {size_text(change['bytes'])}, {verdict}: {change['change']} "
-            f"({change['options']})"
-        )
+        yield f"  {size_text(change['bytes'])}, {verdict}: {change['options']}"
 
 
 def draw_memory(path: Path, found: Any, capacity: int | None) -> None:
@@ -373,18 +296,14 @@ def draw_memory(path: Path, found: Any, capacity: int | None) -> None:
     # Without pyplot no window system is asked for.
     figure = Figure(figsize=(9.6, 5.2), layout="constrained")
     axes = figure.subplots()
-    below = [0.0] * len(moments)
-    # What stays from step to step lies at the bottom, what comes and goes above.
-    for number, (kind, words) in enumerate(KINDS.items()):
-        sizes = [getattr(moment.memory, kind) / size for moment in moments]
-        if not any(sizes):
-            continue
-        above = [low + own for low, own in zip(below, sizes, strict=True)]
-        # Steps and no slopes: memory is allocated and freed at once.
-        axes.stairs(
-            above, edges, baseline=below, fill=True, label=words, color=f"C{number}"
-        )
-        below = above
+    # What stays from step to step lies at the bottom, what comes and goes above. Steps
+    # and no slopes: memory is allocated and freed at once.
+    rows = {
+        words: [getattr(moment.memory, kind) / size for moment in moments]
+        for kind, words in KINDS.items()
+    }
+    rows = {words: [*row, row[-1]] for words, row in rows.items() if any(row)}
+    axes.stackplot(edges, [*rows.values()], labels=[*rows], step="post")
     total = found.total / size
     top = 1.12 * total
     if capacity is not None:

@@ -31,7 +31,7 @@ from composable_fsdp.tools.memory import (
 from composable_fsdp.tools.plan_report import report_of, text_of
 from composable_fsdp.tools.step_memory import StepMemory, memory_of_step
 from composable_fsdp.tools.step_time import StepTime, time_of_step
-from composable_fsdp.tools.unit_costs import Traffic, UnitMemory, rest_bytes, traffic_of
+from composable_fsdp.tools.unit_costs import Traffic, UnitMemory, traffic_of
 
 _NOTHING = Memory()
 
@@ -336,19 +336,23 @@ class Forecast:
         """A row per group of equal units; parameters with full ones that stay."""
         # Equal units may have unequal traffic: the first trainable unit ends backward.
         traffic = self.plan.unit_traffic()
-        return tuple(
-            UnitRow(
+        rows = []
+        for fold in fold_units(self.plan.units):
+            unit, times = fold.unit, fold.times
+            # Full parameters or pieces that stay between steps.
+            rest = unit.full_bytes * unit.stays_full + unit.piece_bytes * unit.has_rest
+            row = UnitRow(
                 fold,
-                fold.times * sum(region.numel for region in fold.unit.regions),
-                fold.times * sum(region.padded_numel for region in fold.unit.regions),
-                fold.times * (fold.unit.parameter_bytes + rest_bytes(fold.unit)),
-                fold.times * fold.unit.gradient_bytes,
-                fold.times * self.optimizer.state_bytes(fold.unit),
-                fold.unit.full_bytes,
+                times * sum(region.numel for region in unit.regions),
+                times * sum(region.padded_numel for region in unit.regions),
+                times * (unit.parameter_bytes + rest),
+                times * unit.gradient_bytes,
+                times * self.optimizer.state_bytes(unit),
+                unit.full_bytes,
                 sum((traffic[i] for i in fold.indices), Traffic()),
             )
-            for fold in fold_units(self.plan.units)
-        )
+            rows.append(row)
+        return tuple(rows)
 
     @cached_property
     def moments(self) -> tuple[StepMoment, ...]:

@@ -1,4 +1,4 @@
-"""Public entry point ``simulate``: a step of the real runtime on fake tensors.
+"""Entry point ``simulate``, a step of the real runtime on fake tensors; its result.
 
 The first step fills caches, the second is followed: ``MemoryLog`` counts its bytes, and
 ``Clock`` its computations and collectives.
@@ -6,34 +6,215 @@ The first step fills caches, the second is followed: ``MemoryLog`` counts its by
 
 from __future__ import annotations
 
-import copy
 import gc
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.access.grads import clip_grad_norm_
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.region import TrainableRegion
-from composable_fsdp.planning import walk
-from composable_fsdp.tools import fake_world, plan_models
+from composable_fsdp.naming import ROOT_NAME, size_text
+from composable_fsdp.tools import fake_world
 from composable_fsdp.tools.machine import Machine
-from composable_fsdp.tools.memory import OPTIMIZERS, DeviceType
-from composable_fsdp.tools.model_units import unit_names
+from composable_fsdp.tools.memory import OPTIMIZERS, DeviceType, StepMoment
+from composable_fsdp.tools.model_units import guess_units
 from composable_fsdp.tools.plan import plan
-from composable_fsdp.tools.plan_models import Model, is_sharded, returned
-from composable_fsdp.tools.simulated_clock import Clock
-from composable_fsdp.tools.simulated_world import replaced, simulated_world, tensors_of
-from composable_fsdp.tools.simulation import Simulation
+from composable_fsdp.tools.plan_models import check_sizes, is_sharded, made_by
+from composable_fsdp.tools.sharding_plan import ShardingPlan
+from composable_fsdp.tools.simulated_world import (
+    COMMUNICATION,
+    COMPUTE,
+    Clock,
+    SimulatedOperation,
+    replaced,
+    simulated_world,
+    tensors_of,
+)
 from composable_fsdp.tools.storages import MemoryLog
+from composable_fsdp.tools.texts import counted
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A training step of a rank that was simulated; ``print()`` shows a summary.
+
+    Args:
+        plan: the plan of the model that was simulated, for ``forecast``.
+        device_type: "cuda" or "cpu": the order in which memory is freed.
+        optimizer: the name of the optimizer.
+        machine: the speeds that the times are for.
+        timeline: the live bytes, through the step.
+        operations: computations and collectives, in the order of the host.
+        world_size: number of ranks in all; ``plan.world_size`` has the ranks over which
+            the root is sharded.
+    """
+
+    plan: ShardingPlan
+    device_type: str
+    optimizer: str
+    machine: Machine
+    timeline: tuple[StepMoment, ...]
+    operations: tuple[SimulatedOperation, ...]
+    world_size: int
+
+    @cached_property
+    def peak(self) -> StepMoment:
+        """The first moment with most bytes on the device."""
+        return max(self.timeline, key=lambda moment: moment.memory.total)
+
+    @property
+    def collectives(self) -> tuple[SimulatedOperation, ...]:
+        """The collectives, in the order in which they are sent."""
+        return tuple([o for o in self.operations if o.kind == COMMUNICATION])
+
+    @property
+    def seconds(self) -> float:
+        """How long the step takes on ``machine``."""
+        return max((each.end for each in self.operations), default=0.0)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the stream of the program computes nothing."""
+        busy = [o for o in self.operations if o.kind == COMPUTE and o.stream == 0]
+        # A stream computes one thing at a time, so lengths add up.
+        return self.seconds - sum(each.end - each.begin for each in busy)
+
+    def __str__(self) -> str:
+        sent: dict[str, list[int]] = {}
+        for each in self.collectives:
+            sent.setdefault(each.name, []).append(each.nbytes)
+        lines = [
+            f"step of {counted(len(self.plan.units), 'unit')} on "
+            f"{counted(self.world_size, 'rank')}, in the order of {self.device_type}, "
+            f"optimizer {self.optimizer}",
+            f"peak per rank: {size_text(self.peak.memory.total)} in {self.peak.when}",
+        ]
+        kinds = _kinds(self.peak)
+        width = max(map(len, kinds))
+        lines += [
+            f"  {kind:<{width}}  {size_text(size):>12}"
+            for kind, size in kinds.items()
+            if size
+        ]
+        words = [
+            f"{len(sizes)} x {op} of {size_text(sum(sizes))} in all"
+            for op, sizes in sent.items()
+        ]
+        lines.append(f"collectives: {', '.join(words) or 'none'}")
+        lines.append(
+            f"time on the assumed machine: {1e3 * self.seconds:.3g} ms, of which "
+            f"{1e3 * self.exposed:.3g} ms wait for collectives"
+        )
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the simulation as numbers, for JSON."""
+        names = "phase group ranks begin end"
+        return {
+            "world_size": self.world_size,
+            "data_ranks": self.plan.world_size,
+            "device_type": self.device_type,
+            "optimizer": self.optimizer,
+            "peak": {
+                "when": self.peak.when,
+                "bytes": self.peak.memory.total,
+                "by_kind": _kinds(self.peak),
+            },
+            "seconds": self.seconds,
+            "exposed_seconds": self.exposed,
+            "collectives": [
+                {"op": each.name, "unit": each.unit, "bytes": each.nbytes}
+                | {name: getattr(each, name) for name in names.split()}
+                for each in self.collectives
+            ],
+            "timeline": [
+                {"seconds": each.seconds, "when": each.when, **_kinds(each)}
+                for each in self.timeline
+            ],
+        }
+
+    def trace(self) -> dict[str, Any]:
+        """Return the step in Chrome's trace format, as a dict for ``json``."""
+        return {
+            "displayTimeUnit": "ms",
+            "otherData": {
+                "world_size": self.world_size,
+                "device_type": self.device_type,
+                "optimizer": self.optimizer,
+                "times": f"assumed speeds: {self.machine}",
+            },
+            "traceEvents": list(self._trace_events()),
+        }
+
+    def save_trace(self, path: str | PathLike[str]) -> None:
+        """Write ``trace()`` to ``path``; https://ui.perfetto.dev opens the file."""
+        Path(path).write_text(json.dumps(self.trace()))
+
+    def _trace_events(self) -> Iterator[dict[str, Any]]:
+        """Yield the events: operations, names of rows, and bytes by kind."""
+        # Both rows are there also if nothing is on them.
+        rows = [COMPUTE, COMMUNICATION]
+        for each in self.operations:
+            row, sent = each.kind, {}
+            if each.kind == COMMUNICATION:
+                sent = {"bytes": each.nbytes, "group": each.group, "ranks": each.ranks}
+            elif each.stream:
+                row = f"copies and casts of stream {each.stream}"
+            rows += [] if row in rows else [row]
+            unit = each.unit if each.unit is None else each.unit or ROOT_NAME
+            # A complete event.
+            yield {
+                "ph": "X",
+                "pid": 0,
+                "tid": rows.index(row),
+                "cat": each.kind,
+                "name": each.title,
+                "ts": _microseconds(each.begin),
+                # By the ends, so that the next event begins where this one ends.
+                "dur": _microseconds(each.end, since=each.begin),
+                "args": {"unit": unit, "phase": each.phase or each.name, **sent},
+            }
+        names = [("process_name", 0, f"rank 0 of {self.world_size}")]
+        names += [("thread_name", *numbered) for numbered in enumerate(rows)]
+        for what, number, name in names:
+            about = {"ph": "M", "pid": 0, "tid": number}
+            yield {**about, "name": what, "args": {"name": name}}
+        # Perfetto stacks the kinds of a counter.
+        for moment in self.timeline:
+            yield {
+                "ph": "C",
+                "pid": 0,
+                "name": "live bytes",
+                "ts": _microseconds(moment.seconds),
+                "args": _kinds(moment),
+            }
+
+
+def _kinds(moment: StepMoment) -> dict[str, int]:
+    """Return the bytes of the kinds that a step on tensors can tell apart."""
+    found = moment.memory.by_kind()
+    return {k: v for k, v in found.items() if k not in ("ahead", "in_flight")}
+
+
+def _microseconds(seconds: float, *, since: float = 0.0) -> float:
+    """Return the whole nanoseconds from ``since`` to ``seconds``, in microseconds."""
+    nanoseconds = round(1e9 * seconds) - round(1e9 * since)
+    # Perfetto cuts to nanoseconds, and drops events that overlap. The product with 1000
+    # may be just below the whole number, so a quarter is added.
+    return (nanoseconds + 0.25) / 1e3
 
 
 class _Step(NamedTuple):
@@ -109,18 +290,15 @@ class _Step(NamedTuple):
 
 
 def simulate(
-    model: nn.Module | Callable[..., Any],
+    build: Callable[[], Any],
     *,
     world_size: int,
     batch: Any = None,
-    units: Iterable[nn.Module | str | Sequence[nn.Module | str]] | None = None,
-    shard_world_size: int | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: str | MakeOptimizer = "adamw",
     max_norm: float | None = None,
     device_type: DeviceType = "cuda",
     machine: Machine | None = None,
-    **options: Any,
 ) -> Simulation:
     """Run a training step of rank 0 of ``world_size`` ranks without memory or devices.
 
@@ -135,17 +313,14 @@ def simulate(
     may not depend on values.
 
     Args:
-        model: a module, which is not changed and may be on meta, or a function without
-            arguments that returns a module, or a module, the arguments of its forward
-            and perhaps a loss. The function may shard the module as a training script
-            does, and sees a process group of ``world_size`` ranks.
+        build: a function without arguments that builds and shards a module as the
+            training script does, in a process group of ``world_size`` ranks. It returns
+            the module, or the module, the arguments of its forward and perhaps a loss.
+            A module that is not sharded is sharded as the command ``plan`` does it:
+            by the layers that repeat.
         world_size: number of ranks.
         batch: a tensor, or positional or keyword arguments of the forward, of a single
             rank; tensors may be on meta. Default None: as the function returned.
-        units: the units below a module that is not sharded by the function, as in
-            ``plan``. Default None: those of ``policy``, or the module alone.
-        shard_world_size: number of ranks that share the parameters. Default None: all
-            that hold the same part of the model.
         loss: a function from the output to the loss. Default None: the output's
             ``loss``, or else the sum of its tensors of real numbers.
         optimizer: a name ("adamw", the default; "adamw-fused", "adam", "adam-fused",
@@ -155,7 +330,6 @@ def simulate(
         device_type: "cuda" (default): memory is allocated and freed in the order in
             which the host does it for a GPU; or "cpu".
         machine: the speeds for times. Default None: ``Machine()``.
-        **options: arguments of ``fully_shard``, such as ``policy`` and ``strategy``.
 
     Returns: the memory through the step, the collectives, and a trace.
     Raises: PhaseError, if this process has a default process group; PlanError, if the
@@ -164,65 +338,71 @@ def simulate(
 
     Example, in a process without a default process group::
 
-        with torch.device("meta"):
+        def build():
             net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        found = simulate(net, world_size=4, batch=torch.zeros(2, 8), units=["*"])
+            for layer in net:
+                fully_shard(layer)
+            return fully_shard(net)
+
+        found = simulate(build, world_size=4, batch=torch.zeros(2, 8))
         print(found.peak.memory.total, [each.title for each in found.collectives])
     """
-    plan_models.check_sizes(world_size, shard_world_size)
-    _check(model, optimizer, device_type)
+    check_sizes(world_size, None)
+    _check(build, optimizer, device_type)
+    name = getattr(build, "__name__", "build")
     # A default in the signature would print all speeds in ``help``.
     clock = Clock(machine or Machine())
     # The order of CUDA needs streams, which stand-ins are.
     streams = device_type == "cuda"
-    with simulated_world(world_size, clock, streams=streams):
-        # The ranks of a mesh are read as numbers, which fake tensors do not have.
-        mesh = None
-        if shard_world_size is not None:
-            mesh = plan_models.job_mesh(world_size, shard_world_size, None)
-        with (
-            fake_world.simulated_meshes(),
-            fake_world.fake_tensors(sends=False),
-            # The ranges of a profiler tell which unit is running.
-            replaced(torch.autograd.profiler, "_is_profiler_enabled", True),
-            MemoryLog(clock) as log,
-            fake_world.explained(plan_models.name_of(model), log.place),
-        ):
-            built = _build(model, units, options, mesh)
-            module, given = built.module, built.inputs if batch is None else batch
-            # A step without inputs is no step of training.
-            if given is None:
-                raise PlanError(
-                    "simulate expects a batch: the arguments of the forward on a rank, "
-                    "such as batch=torch.zeros(8, 1024, device='meta')."
-                )
-            args, kwargs = fake_world.fake_arguments(given)
-            made = _optimizer(optimizer, module, streams=streams)
-            loss = loss or built.loss or fake_world.default_loss
-            step = _Step(module, args, kwargs, loss, made, max_norm, streams)
-            step.run(clock, log)
-            # Cycles of the first step would be counted as living in the second.
-            gc.collect()
-            clock.restart()
-            log.restart()
-            step.run(clock, log)
-            return Simulation(
-                plan(module),
-                device_type,
-                "none" if made is None else type(made).__name__,
-                clock.machine,
-                tuple(log.timeline()),
-                tuple(clock.operations),
-                world_size,
+    with (
+        simulated_world(world_size, clock, streams=streams),
+        fake_world.simulated_meshes(),
+        fake_world.fake_tensors(sends=False),
+        # The ranges of a profiler tell which unit is running.
+        replaced(torch.autograd.profiler, "_is_profiler_enabled", True),
+        MemoryLog(clock) as log,
+        fake_world.explained(name, log.place),
+    ):
+        built = made_by(build, name)
+        module, given = built.module, built.inputs if batch is None else batch
+        if not is_sharded(module):
+            # Inner modules first, as in a training script.
+            for unit in reversed(guess_units(module)[0]):
+                fully_shard(module.get_submodule(unit))
+            fully_shard(module)
+        # A step without inputs is no step of training.
+        if given is None:
+            raise PlanError(
+                "simulate expects a batch: the arguments of the forward on a rank, "
+                "such as batch=torch.zeros(8, 1024, device='meta')."
             )
+        args, kwargs = fake_world.fake_arguments(given)
+        made = _optimizer(optimizer, module, streams=streams)
+        loss = loss or built.loss or fake_world.default_loss
+        step = _Step(module, args, kwargs, loss, made, max_norm, streams)
+        step.run(clock, log)
+        # Cycles of the first step would be counted as living in the second.
+        gc.collect()
+        clock.restart()
+        log.restart()
+        step.run(clock, log)
+        return Simulation(
+            plan(module),
+            device_type,
+            "none" if made is None else type(made).__name__,
+            clock.machine,
+            tuple(log.timeline()),
+            tuple(clock.operations),
+            world_size,
+        )
 
 
-def _check(model: object, optimizer: Any, device_type: object) -> None:
+def _check(build: object, optimizer: Any, device_type: object) -> None:
     """Raise PlanError or TypeError for wrong arguments."""
-    if not isinstance(model, nn.Module) and not callable(model):
+    if isinstance(build, nn.Module) or not callable(build):
         raise TypeError(
-            "simulate expects a module, or a function that returns one, got a "
-            f"{type(model).__name__}."
+            "simulate expects a function that builds a module and applies fully_shard, "
+            f"got a {type(build).__name__}. Build and shard inside of the function."
         )
     # A function is called with the parameters; a wrong name is found here.
     if optimizer not in list(OPTIMIZERS) and (
@@ -234,66 +414,6 @@ def _check(model: object, optimizer: Any, device_type: object) -> None:
         )
     if device_type not in ("cuda", "cpu"):
         raise PlanError(f'device_type expects "cuda" or "cpu", got {device_type!r}.')
-
-
-def _build(
-    model: nn.Module | Callable[..., Any],
-    units: Iterable[Any] | None,
-    options: dict[str, Any],
-    mesh: DeviceMesh | None,
-) -> Model:
-    """Return the sharded model, with what its function returned beside it."""
-    # A module is copied; a function makes a new module, on fake tensors, itself.
-    if isinstance(model, nn.Module):
-        dtensor = plan_models.first_dtensor(model)
-        # Units and DTensors are of a world.
-        if is_sharded(model) or dtensor is not None:
-            what = "is sharded" if dtensor is None else f"has a DTensor, '{dtensor}',"
-            raise PlanError(
-                f"simulate got a module that {what} over the ranks of a process group. "
-                "Pass a function that makes the mesh, the module and its units."
-            )
-        found = Model(_copy(model), "")
-    else:
-        name = plan_models.name_of(model)
-        made = plan_models.without_arguments(model, None, name)()
-        found = returned(made, name, None)
-    module = found.module
-    # Modules in ``units`` are those of ``model``, and names hold in the copy.
-    names = unit_names(model if isinstance(model, nn.Module) else module, units)
-    # A function that shards has chosen everything itself.
-    if is_sharded(module):
-        if options or names or mesh is not None:
-            raise PlanError(
-                "simulate got units or options of fully_shard for a function that "
-                "shards its module itself. Leave them out."
-            )
-        return found
-    if mesh is not None:
-        options = {**options, "device_mesh": mesh}
-    # Units below come before those above, as in a training script.
-    for group in sorted(names, key=lambda group: -group[0].count(".")):
-        parts = [module.get_submodule(name) for name in group]
-        fully_shard(parts[0] if len(parts) == 1 else parts, **options)
-    fully_shard(module, **options)
-    return found
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` whose tensors are fake."""
-    memo: dict[int, Any] = {}
-    for each in walk.modules(model):
-        # Attributes that are plain tensors, such as masks, are copied, too.
-        own = [*each._parameters.values(), *each._buffers.values()]
-        for tensor in [*own, *vars(each).values()]:
-            # Tied parameters get a single copy.
-            if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                made = fake_world.fake_like(tensor)
-                if isinstance(tensor, nn.Parameter):
-                    made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-                memo[id(tensor)] = made
-    # ``deepcopy`` takes copies from ``memo``, so no values are copied.
-    return copy.deepcopy(model, memo)
 
 
 def _optimizer(

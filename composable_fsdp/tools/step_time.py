@@ -8,7 +8,7 @@ from typing import NamedTuple
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.machine import FUSED, MEMORY, Cost, Machine
 from composable_fsdp.tools.memory import Activations, OptimizerMemory, StepMoment
-from composable_fsdp.tools.simulated_clock import (
+from composable_fsdp.tools.simulated_world import (
     COMMUNICATION,
     COMPUTE,
     Clock,

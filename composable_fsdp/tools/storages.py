@@ -22,8 +22,7 @@ from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.tools.fake_world import is_wrapper
 from composable_fsdp.tools.machine import ATTENTION, MEMORY, PRODUCT, Cost
 from composable_fsdp.tools.memory import Memory, StepMoment
-from composable_fsdp.tools.simulated_clock import Clock
-from composable_fsdp.tools.simulated_world import replaced, tensors_of
+from composable_fsdp.tools.simulated_world import Clock, replaced, tensors_of
 
 Log = TypeVar("Log", bound="StorageLog")
 

@@ -40,10 +40,14 @@ class Traffic(NamedTuple):
         """Return the sum by field, where a tuple would be appended."""
         return Traffic(*map(add, self, other))
 
-    def by_op(self) -> dict[str, tuple[int, int]]:
-        """Return calls and bytes by kind of collective."""
-        names = [name.removesuffix("_calls") for name in self._fields[::2]]
-        return dict(zip(names, zip(self[::2], self[1::2], strict=True), strict=True))
+    def by_op(self) -> dict[str, dict[str, int]]:
+        """Return "calls" and "bytes" by kind of collective."""
+        return {
+            name.removesuffix("_calls"): {"calls": calls, "bytes": nbytes}
+            for name, calls, nbytes in zip(
+                self._fields[::2], self[::2], self[1::2], strict=True
+            )
+        }
 
 
 class UnitMemory:
@@ -100,11 +104,6 @@ class UnitMemory:
         # Bytes of slots of an arena for full parameters and for reductions.
         sizes = [r.padded_numel * d.reduce.itemsize for r, d in unit.reduced]
         self.slots = slot_bytes(unit.full_regions), slot_bytes(sizes)
-
-
-def rest_bytes(unit: UnitPlan) -> int:
-    """Return the bytes of full parameters or pieces that stay between steps."""
-    return unit.full_bytes * unit.stays_full + unit.piece_bytes * unit.has_rest
 
 
 def gathered_bytes(unit: UnitPlan) -> int:

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     CPUOffload,
@@ -31,7 +32,7 @@ from composable_fsdp.config import HYBRID
 from composable_fsdp.errors import PhaseError, PlanError
 from composable_fsdp.features import recent_operations
 from composable_fsdp.tools import Machine, Simulation
-from composable_fsdp.tools.simulated_clock import SimulatedOperation
+from composable_fsdp.tools.simulated_world import SimulatedOperation
 from composable_fsdp.tools.unit_costs import Traffic
 from tests.planning.trees import Text
 from tests.support.memory import LiveBytes
@@ -44,12 +45,6 @@ STAND_INS = ("stream", "current_stream", "is_current_stream_capturing")
 def text() -> Text:
     """A small GPT, whose root holds an embedding and a head."""
     return Text(1000, 256, 2)
-
-
-def on_meta() -> Text:
-    """The model without memory."""
-    with torch.device("meta"):
-        return text()
 
 
 def sharded() -> Text:
@@ -72,10 +67,24 @@ def sums_over_ranks(output: Tensor) -> Tensor:
     return total
 
 
-def run(model: Any = None, **options: Any) -> Simulation:
-    """Simulate a step on 8 ranks, with a unit per block."""
-    given = {"world_size": 8, "batch": batch(), "units": ["blocks.*"], **options}
-    return simulate(model or on_meta(), **given)
+OWN = ("world_size", "batch", "loss", "optimizer", "max_norm", "device_type", "machine")
+
+
+def run(build: Any = None, **given: Any) -> Simulation:
+    """Simulate a step on 8 ranks, with a unit per block; options are those of units."""
+    own: dict[str, Any] = {"world_size": 8, "batch": batch()}
+    own |= {name: given.pop(name) for name in OWN if name in given}
+
+    def model() -> nn.Module:
+        made = text()
+        if size := given.pop("shard_world_size", None):
+            sizes = own["world_size"] // size, size
+            given["device_mesh"] = init_device_mesh("cpu", sizes)
+        for block in made.blocks:
+            fully_shard(block, **given)
+        return fully_shard(made, **given)
+
+    return simulate(build or model, **own)
 
 
 @pytest.mark.few(2)
@@ -151,7 +160,7 @@ def test_regions_that_are_sent_together_count_once(strategy: ShardingStrategy) -
     """Two regions per block, in each strategy: calls and bytes are the planned ones."""
     found = run(
         strategy=strategy,
-        shard_world_size=4 if strategy in HYBRID else None,
+        **({"shard_world_size": 4} if strategy in HYBRID else {}),
         group_by=lambda name, parameter: parameter.ndim,
     )
 
@@ -244,8 +253,7 @@ def test_the_trace_is_one_of_the_trace_event_format() -> None:
 
 
 def test_nothing_stays_behind_or_is_seen_by_other_threads() -> None:
-    """The module, the process groups and torch's streams are as before."""
-    model = on_meta()
+    """The process groups and torch's streams are as before."""
     before = [getattr(torch.cuda, name) for name in STAND_INS]
     seen: list[tuple[bool, bool]] = []
 
@@ -261,12 +269,11 @@ def test_nothing_stays_behind_or_is_seen_by_other_threads() -> None:
         seen.append((device.as_cuda(), device.live_streams() is device._live))
         return output.sum()
 
-    run(model, loss=loss)
+    run(loss=loss)
     with pytest.raises(PlanError, match="fails on fake tensors"):
-        run(model, batch=torch.zeros(2, 3, 4))
+        run(batch=torch.zeros(2, 3, 4))
 
     assert seen == 2 * [(False, True), (True, False)]
-    assert all(p.is_meta and p.grad is None for p in model.parameters())
     assert not dist.is_initialized()
     assert [getattr(torch.cuda, name) for name in STAND_INS] == before
     assert not torch.autograd.profiler._is_profiler_enabled
@@ -284,12 +291,10 @@ def test_a_process_group_of_the_program_is_left_alone() -> None:
     ("options", "message"),
     [
         ({"world_size": 0}, "positive number of ranks, got 0"),
-        ({"shard_world_size": 3}, "divides world_size=8, got 3"),
         ({"optimizer": "muon"}, "optimizer expects one of adamw.*'muon'"),
         ({"device_type": "tpu"}, '"cuda" or "cpu", got \'tpu\''),
         ({"batch": None}, "simulate expects a batch"),
-        ({"model": sharded}, "units or options of fully_shard"),
-        ({"model": lambda: 3}, "expects to return a module.*got [0-9]"),
+        ({"build": lambda: 3}, "expects to return a module.*got [0-9]"),
         ({"loss": lambda output: 1 / 0}, "ZeroDivisionError: division by zero"),
         ({"loss": sums_over_ranks}, "own layers, and the model sends all_reduce"),
         (
@@ -301,4 +306,4 @@ def test_a_process_group_of_the_program_is_left_alone() -> None:
 def test_a_wrong_argument_is_named(options: dict[str, Any], message: str) -> None:
     """What is expected, what was given, and the way out."""
     with pytest.raises(PlanError, match=message):
-        run(options.pop("model", None), **options)
+        run(**options)

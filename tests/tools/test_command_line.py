@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from composable_fsdp import convert
 from composable_fsdp.storage.opening import FORMATS
-from composable_fsdp.tools import arguments, model_commands
+from composable_fsdp.tools import command_line, model_commands
 from composable_fsdp.tools.command_line import main
 from composable_fsdp.tools.memory import OPTIMIZERS
 from tests.storage.samples import sample, saved
@@ -203,11 +203,9 @@ def test_help_does_not_wait_for_torch_and_commands_get_what_they_need(
 
 def test_the_parser_knows_the_words_of_the_package() -> None:
     """It lists them itself, because their modules import torch."""
-    assert set(arguments.STRATEGIES) == model_commands._STRATEGIES.keys()
-    assert set(arguments.WIRES) == model_commands._WIRES.keys()
-    assert set(arguments.PREFETCH) == model_commands._PREFETCH.keys()
-    assert set(arguments.OPTIMIZERS) == OPTIMIZERS.keys()
-    assert arguments.FORMATS == FORMATS
+    assert set(command_line.STRATEGIES) == model_commands.STRATEGIES.keys()
+    assert set(command_line.OPTIMIZERS) == OPTIMIZERS.keys()
+    assert command_line.FORMATS == FORMATS
 
 
 def test_an_interrupt_leaves_nothing(

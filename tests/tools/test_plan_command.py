@@ -50,9 +50,8 @@ def test_the_numbers_are_those_of_plan_and_add_up(run: Run, script: str) -> None
         units=["blocks.*"],
         mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
     )
-    saved = measure_activations(
-        model, planned, [torch.zeros(2, 16, dtype=torch.long)], batch="2x16"
-    )
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    saved = measure_activations(model, planned, [ids])
     expected = forecast(planned, activations=saved)
 
     for column in ("numel", "parameters", "gradients", "optimizer", "sharded"):
@@ -79,8 +78,7 @@ def test_the_exit_status_says_whether_it_fits(run: Run, script: str) -> None:
     does_not, out, err = run(f"{script}:Net", "--gpu-memory", "1000KiB")
     assert (does_not, err) == (1, "")
     assert "does not fit" in out
-    options = re.findall(r"\d, fits: .*?|, fits: .*\((--[^)]*)\)$", out, re.MULTILINE)
-    suggested = [each for each in options if each]
+    suggested = re.findall(r", fits: (--.*)$", out, re.MULTILINE)
     assert suggested
     for each in suggested:
         status, _, _ = run(f"{script}:Net", "--gpu-memory", "1000KiB", *each.split(" "))
@@ -88,7 +86,7 @@ def test_the_exit_status_says_whether_it_fits(run: Run, script: str) -> None:
 
     placed = "--placement", "gradients=shard,states=shard"
     _, out, _ = run(f"{script}:Net", "--gpu-memory", "1000KiB", *placed)
-    assert "(--strategy full-shard, without --placement)" in out
+    assert ": --strategy full-shard, without --placement" in out
 
 
 @pytest.mark.few(2)
@@ -157,7 +155,7 @@ def test_the_picture_is_the_memory_of_a_step(
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (":needs", "needs arguments: width. Write a function without"),
+        (":needs", "needs arguments: .*'width'. Write a function without"),
         (":reads_values", "fails on the meta device.*item"),
         (":Nett", "has no 'Nett' .did you mean Net"),
         (":torch", "expects to be a module, or a function"),
@@ -174,10 +172,8 @@ def test_the_picture_is_the_memory_of_a_step(
         (":Net --strategy full_shrd", "did you mean full-shard"),
         (":Net --placement states=rows", "expects a mesh with dim 'rows'"),
         (":Net --placement shard", "as parameters=shard,between=shard,.*'shard'"),
-        (":Net --placement gradients", "as parameters=.*a name without its dims"),
-        (":Net --placement gradients=shard", "as parameters=.*without their"),
         (":Net --placement states=shard --strategy zero2", "not both"),
-        (":Net x:y", "expects one MODEL, got 2"),
+        (":Net --hf config.json", "Write one MODEL"),
     ],
 )
 def test_a_wrong_command_is_status_two_and_a_way_out(
@@ -228,81 +224,3 @@ def test_a_loss_outside_of_the_model_is_counted(run: Run, script: str) -> None:
     logits = 2 * 16 * 500 * 4
     # exp saves the copies, and its backward makes as many gradients.
     assert found["peak"]["bytes"] - plain["peak"]["bytes"] > 60 * logits
-
-
-CUT = """
-import torch
-from torch import nn
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel, RowwiseParallel, parallelize_module,
-)
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-def cut(mesh):
-    net = Net()
-    for block in net.blocks:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(block, mesh["tp"], plan)
-    return net, torch.zeros(2, 256)
-
-def whole(mesh):
-    return Net()
-"""
-
-SIZES = ("--world-size", "16", "--tensor-parallel-size", "4")
-
-
-@pytest.fixture
-def cut(tmp_path: Path) -> str:
-    """A file with functions of a mesh; the path to write before a colon."""
-    path = tmp_path / "models_to_cut.py"
-    path.write_text(CUT)
-    return str(path)
-
-
-@pytest.mark.req("N-01")
-def test_a_function_of_the_mesh_is_planned(run: Run, cut: str) -> None:
-    """The plan is that of a rank's part; a simulation of the step had the same peak."""
-    found = report_of(run, f"{cut}:cut", *SIZES)
-
-    assert found["peak"]["bytes"] == 3_042_312
-    assert found["options"]["world_size"] == 16
-    assert found["options"]["tensor_parallel_size"] == 4
-    assert found["options"]["shard_world_size"] == 4
-    whole = 3 * (2 * 256 * 1024 + 1024 + 256)
-    assert found["model"]["whole_parameters"] == whole
-    assert found["model"]["parameters"] < whole / 3.9
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["{}:cut"], "or pass --tensor-parallel-size to plan, and the argument is"),
-        (["{}:whole", "--tensor-parallel-size", "4"], "is a DTensor"),
-        (["config.json", "--tensor-parallel-size", "4"], "does not say how its model"),
-        (["{}:cut", "--tensor-parallel-size", "3"], "divides world_size=8, got 3"),
-    ],
-)
-def test_a_mesh_that_cannot_be_is_named(
-    run: Run, cut: str, arguments: list[str], message: str
-) -> None:
-    """With status 2."""
-    status, _, err = run(*[each.format(cut) for each in arguments], "--batch", "2x256")
-
-    assert (status, message in err) == (2, True)

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import llama
 from composable_fsdp import (
     BackwardPrefetch,
     MixedPrecision,
     ShardingStrategy,
+    fully_shard,
     plan,
     simulate,
 )
@@ -204,12 +206,20 @@ def test_overlap_is_that_of_the_options() -> None:
 def test_the_time_is_that_of_the_simulated_runtime(options: dict[str, Any]) -> None:
     """Within 4 %, where computing and sending take equally long."""
     machine = replace(FREE, operations_per_second=1e12, link_bytes_per_second=2e9)
-    with torch.device("meta"):
-        net = Net()
-    batch = torch.zeros(512, 1024, device="meta")
-    given: dict[str, Any] = {"world_size": 8, "units": ["layers.*"], **options}
+    given = dict(options)
 
-    found = simulate(net, batch=batch, optimizer="none", machine=machine, **given)
+    def sharded() -> nn.Module:
+        net = Net()
+        if size := given.pop("shard_world_size", None):
+            given["device_mesh"] = init_device_mesh("cpu", (8 // size, size))
+        for layer in net.layers:
+            fully_shard(layer, **given)
+        return fully_shard(net, **given)
+
+    batch = torch.zeros(512, 1024, device="meta")
+    found = simulate(
+        sharded, world_size=8, batch=batch, optimizer="none", machine=machine
+    )
 
     assert seconds(machine, **options) == pytest.approx(found.seconds, rel=0.04)
 

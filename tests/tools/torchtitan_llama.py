@@ -57,12 +57,11 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """A transformer block, which is checkpointed selectively, or as a whole."""
+    """A transformer block, which is checkpointed selectively."""
 
-    def __init__(self, whole: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         linear = partial(nn.Linear, bias=False)
-        self.context: dict[str, Any] = {} if whole else {"context_fn": _contexts}
         self.attention_norm, self.ffn_norm = Norm(4096), Norm(4096)
         self.wq, self.wo = linear(4096, 4096), linear(4096, 4096)
         self.wk, self.wv = linear(4096, 1024), linear(4096, 1024)
@@ -86,19 +85,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         """Map ``(batch, time, 4096)`` to the same."""
-        given: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        return cast(
-            Tensor, checkpoint(self._forward, x, angles, **given, **self.context)
-        )
+        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        return cast(Tensor, run(self._forward, x, angles, context_fn=_contexts))
 
 
 class Llama(nn.Module):
     """Llama 3.1 8B with so many layers: ids ``(batch, time)`` to logits."""
 
-    def __init__(self, layers: int, *, whole: bool = False) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(128256, 4096)
-        self.layers = nn.ModuleList(Block(whole) for _ in range(layers))
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
         self.norm = Norm(4096)
         self.output = nn.Linear(4096, 128256, bias=False)
         angles = torch.zeros(1, 8192, 1, 64, dtype=torch.complex64)

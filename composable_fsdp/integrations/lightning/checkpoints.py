@@ -23,7 +23,7 @@ from composable_fsdp.comm.consensus import require_success_on_all_ranks
 from composable_fsdp.config import OptimStateKeyType, StateDictType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.given_optimizers import full_state_dict
-from composable_fsdp.integrations.lightning.sharding import has_units
+from composable_fsdp.integrations.lightning.strategy import has_units
 from composable_fsdp.optim.keys import rekey_optim_state_dict
 from composable_fsdp.optim.legacy import full_optim_state_dict
 from composable_fsdp.optim.load import optim_state_dict_to_load

@@ -25,12 +25,15 @@ from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.comm.collectives import all_gather_object
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.given_optimizers import shard_state
-from composable_fsdp.integrations.lightning import checkpoints, precision
-from composable_fsdp.integrations.lightning.sharding import has_units, shard
+from composable_fsdp.integrations.lightning import checkpoints
 from composable_fsdp.integrations.lightning.strategy import (
     FULL,
     ShardingStrategyMixin,
+    for_shards,
+    has_units,
     move_to_device,
+    precision_of,
+    shard,
 )
 from composable_fsdp.storage.stateful import rng_state, set_rng_state
 
@@ -64,7 +67,7 @@ class ComposableFSDPFabricStrategy(ShardingStrategyMixin, DDPStrategy):
 
     @precision.setter
     def precision(self, plugin: Any) -> None:
-        self._precision = precision.for_shards(plugin, plugins)
+        self._precision = for_shards(plugin, plugins)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Do nothing before sharding: a whole model need not fit into a GPU."""
@@ -72,7 +75,7 @@ class ComposableFSDPFabricStrategy(ShardingStrategyMixin, DDPStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the parameters that no unit holds; return ``module``."""
         # Fabric casts the inputs and the outputs of the module itself.
-        mixed = precision.mixed_precision(self.precision)
+        mixed = precision_of(self.precision)
         shard(module, self._options_here(), mixed)
         move_to_device(module, self.root_device)
         return module

@@ -28,13 +28,17 @@ from torch.utils import _pytree
 from composable_fsdp.access.grads import no_sync
 from composable_fsdp.access.manual import register_forward_method
 from composable_fsdp.errors import CheckpointError, CompositionError
-from composable_fsdp.integrations.lightning import checkpoints, precision
-from composable_fsdp.integrations.lightning.sharding import has_units, shard
+from composable_fsdp.integrations.lightning import checkpoints
 from composable_fsdp.integrations.lightning.strategy import (
     FULL,
     SHARDED,
+    ShardedPrecision,
     ShardingStrategyMixin,
+    for_shards,
+    has_units,
     move_to_device,
+    precision_of,
+    shard,
 )
 from composable_fsdp.naming import listed
 from composable_fsdp.runtime.hooks import call_method
@@ -75,11 +79,11 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, DDPStrategy):
     @property
     def precision_plugin(self) -> Any:
         """The plugin for sharded models; see ``ShardedPrecision``."""
-        return self._precision_plugin or precision.ShardedPrecision()
+        return self._precision_plugin or ShardedPrecision()
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        self._precision_plugin = precision.for_shards(plugin, plugins)
+        self._precision_plugin = for_shards(plugin, plugins)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the module and create the optimizers, as ``fully_shard``."""
@@ -99,7 +103,7 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, DDPStrategy):
         # Before sharding, too: shards are cut from parameters of the final dtype.
         module = self.precision_plugin.convert_module(module)
         # Units gather in this dtype; autocast of the plugin covers the code around.
-        mixed = precision.mixed_precision(self.precision_plugin)
+        mixed = precision_of(self.precision_plugin)
         steps = module.automatic_optimization
         # The process group exists from here on, so a mesh can be made.
         options = self._options_here()
