@@ -19,6 +19,7 @@ from composable_fsdp.optim.load import state_to_load
 from composable_fsdp.optim.names import groups_of, meet_for_state, require_pair
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from composable_fsdp.optim.save import full_state, sharded_state
+from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
 
@@ -107,5 +108,7 @@ def _to_load(
 ) -> dict[str, Any]:
     """Return this rank's part of a state, for a single optimizer."""
     groups = [groups_of(model, optim, optim_input, what)]
+    # The optimizer may get state before its first step.
+    install_optimizer_hooks(optim)
     (result,) = state_to_load(model, groups, saved, what=what, **how)
     return result

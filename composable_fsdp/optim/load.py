@@ -21,7 +21,6 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted, takes_optimizer
-from composable_fsdp.optim.flat_state import flatten_state
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import (
     Group,
@@ -184,9 +183,7 @@ def state_to_load(
         meet_for_state(units, what, replicas=True)
     state_of = _own_state(joined.members, saved["state"], senders)
     options = [aligned_groups(table, saved) for table in tables]
-    chosen = [_chosen(state_of, each, named=named) for each in options]
-    # A state keyed by names stays per original, because flat parameters have no names.
-    return chosen if named else list(map(flatten_state, groups_of, chosen))
+    return [_chosen(state_of, each, named=named) for each in options]
 
 
 def _names_of_others(units: list[_FSDPState], table: Table, what: str) -> set[str]:

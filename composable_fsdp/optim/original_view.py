@@ -1,4 +1,4 @@
-"""A view of an optimizer over flat parameters as an optimizer over the originals."""
+"""A view of an optimizer by original parameters, also of one over flat parameters."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat.flat_parameter import FlatParamRecord, find_flat
+from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.flat_state import (
-    Part,
     Values,
-    flatten_state,
-    has_flats,
     originals,
     parts_of,
     require_flattenable,
@@ -26,72 +22,73 @@ from composable_fsdp.optim.flat_state import (
 )
 from composable_fsdp.optim.own_state_dict import plain_values
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
+from composable_fsdp.planning.dtensors import is_dtensor
+
+_STEP = "step"
+"""The state whose dtype and device an optimizer chooses by its options."""
 
 
-def over_originals(optim: Any) -> Any:
-    """Return ``optim``, or a view over the originals of its flat parameters."""
-    groups = getattr(optim, "param_groups", None)
-    return OverOriginals(optim) if groups and has_flats(groups) else optim
+class OriginalView:
+    """An optimizer by original parameters, which a flat parameter may have joined."""
 
-
-def for_checkpoint(optim: Any) -> Any:
-    """Return the view after the optimizer has taken up state that was loaded before."""
-    install_optimizer_hooks(optim)
-    return over_originals(optim)
-
-
-def plain_state(optim: Any, parameter: Tensor) -> Values:
-    """Return the state of a parameter, with quantized tensors dequantized."""
-    # ``optim.state`` is a defaultdict, and a read must not add a key.
-    return plain_values(optim, optim.state.get(parameter, {}))
-
-
-class OverOriginals:
-    """An optimizer over flat parameters as one over the originals."""
-
-    def __init__(self, optim: Optimizer) -> None:
+    def __init__(self, optim: Any) -> None:
+        # First: the optimizer takes up state that was loaded before.
+        install_optimizer_hooks(optim)
         self.optim = optim
-        self.defaults = getattr(optim, "defaults", {})
         self.param_groups = originals(optim.param_groups)
         found = (find_flat(p) for g in optim.param_groups for p in g["params"])
-        self.flats = [(each[1], parts_of(*each)) for each in found if each is not None]
-        self.state = _States(optim, self.flats)
-        self._made: dict[nn.Parameter, dict[str, Tensor]] = {}
-        self._given: dict[Tensor, Values] = {}
-        """The state of the last ``load_state_dict``, of flat parameters."""
+        self._flats = [(each[1], parts_of(*each)) for each in found if each is not None]
+        self._places = {
+            id(part.ref.leaf): (flat, part)
+            for flat, parts in self._flats
+            for part in parts
+        }
+        self._made: dict[tuple[nn.Parameter, str], Tensor] = {}
 
-    def new_state(self, leaf: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
-        """Return memory for a new state of ``leaf``, in the shape of ``leaf``."""
-        place = self.state.places.get(id(leaf))
+    def state_of(self, leaf: Any) -> Values:
+        """Return the state of an original; of a flat parameter's, new views."""
+        place = self._places.get(id(leaf))
+        # ``optim.state`` is a defaultdict, and a read must not add a key.
         if place is None:
+            values: Values = self.optim.state.get(leaf, {})
+            return values
+        flat, part = place
+        return values_of(part, flat, self.optim.state.get(flat.parameter, {}))
+
+    def plain_state_of(self, leaf: Any) -> Values:
+        """Return the state of an original, with quantized tensors dequantized."""
+        return plain_values(self.optim, self.state_of(leaf))
+
+    def new_state(self, leaf: Any, name: str, dtype: torch.dtype) -> Tensor:
+        """Return memory for a new state of ``leaf``, in the shape of ``leaf``."""
+        place = self._places.get(id(leaf))
+        if place is None:
+            if is_dtensor(leaf):
+                return torch.empty_like(leaf, dtype=dtype, requires_grad=False)
             return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
         # Views of one tensor, which ``load_state_dict`` then takes without a copy.
         flat, part = place
-        made = self._made.setdefault(flat.parameter, {})
-        if name not in made:
-            made[name] = leaf.new_zeros(flat.layout.shard_numel, dtype=dtype)
-        return part.view(made[name]).detach()
+        key = flat.parameter, name
+        if key not in self._made:
+            zeros = leaf.detach().new_zeros(flat.layout.shard_numel, dtype=dtype)
+            self._made[key] = zeros
+        return part.view(self._made[key])
 
-    def load_state_dict(self, given: dict[str, Any]) -> None:
-        """Load a state dict that counts the originals. Raises: as ``flatten_state``."""
-        groups, present = self.optim.param_groups, dict(self.optim.state)
-        for parameter, made in self._made.items():
-            # The optimizer does not have the tensors of ``new_state`` yet.
-            present[parameter] = {**present.get(parameter, {}), **made}
-        flat = flatten_state(groups, given, present)
-        self.optim.load_state_dict(flat)
-        parameters = [p for group in groups for p in group["params"]]
-        self._given = {p: flat["state"].get(i, {}) for i, p in enumerate(parameters)}
+    def keep_given(self, leaf: Any, given: Values) -> None:
+        """Restore what torch has changed of the state loaded for ``leaf``."""
+        place = self._places.get(id(leaf))
+        if place is None:
+            _keep_given(given, self.optim.state[leaf])
+            return
+        flat, part = place
+        cut = {k: v for k, v in given.items() if part.is_elementwise(k, v)}
+        self.write(leaf, cut)
+        shared = {k: v for k, v in given.items() if k not in cut}
+        _keep_given(shared, self.optim.state[flat.parameter])
 
-    def keep_given(self, leaf: Tensor) -> None:
-        """Restore what torch has changed of the state given for ``leaf``."""
-        place = self.state.places.get(id(leaf))
-        parameter: Any = leaf if place is None else place[0].parameter
-        keep_given(self._given.get(parameter, {}), self.optim.state[parameter])
-
-    def write(self, leaf: Tensor, values: Values) -> None:
+    def write(self, leaf: Any, values: Values) -> None:
         """Write states of ``leaf``, if need be into those of its flat parameter."""
-        place = self.state.places.get(id(leaf))
+        place = self._places.get(id(leaf))
         if place is None:
             self.optim.state[leaf].update(values)
             return
@@ -102,7 +99,8 @@ class OverOriginals:
                 if name not in whole:
                     # Zeros for the other originals.
                     whole[name] = value.new_zeros(flat.layout.shard_numel)
-                part.view(whole[name]).copy_(value.view(leaf.shape))
+                whole[name] = whole[name].to(value.dtype)
+                part.view(whole[name]).copy_(value.view(part.ref.leaf.shape))
             elif name not in whole or same_scalar(whole[name], value):
                 whole[name] = value
             else:
@@ -116,42 +114,11 @@ class OverOriginals:
 
     def require_joinable(self, given: Callable[[nn.Parameter], Values]) -> None:
         """Refuse values that ``load_state_dict`` would refuse, before they are read."""
-        for _, parts in self.flats:
+        for _, parts in self._flats:
             require_flattenable(parts, [given(part.ref.leaf) for part in parts])
 
 
-class _States:
-    """``optim.state`` by originals: ``[leaf]`` and ``.get(leaf, default)``."""
-
-    def __init__(
-        self, optim: Optimizer, flats: list[tuple[FlatParamRecord, list[Part]]]
-    ) -> None:
-        self._optim = optim
-        self.places = {
-            id(part.ref.leaf): (flat, part) for flat, parts in flats for part in parts
-        }
-
-    def __getitem__(self, leaf: nn.Parameter) -> Values:
-        place = self.places.get(id(leaf))
-        if place is None:
-            values: Values = self._optim.state[leaf]
-            return values
-        flat, part = place
-        return values_of(part, flat, self._optim.state[flat.parameter])
-
-    def get(self, leaf: nn.Parameter, default: Any = None) -> Any:
-        """Return the state of a leaf, or ``default`` if there is none."""
-        place = self.places.get(id(leaf))
-        key = leaf if place is None else place[0].parameter
-        # ``load_state_dict`` gives the optimizer another dict.
-        return self[leaf] if self._optim.state.get(key) else default
-
-
-_STEP = "step"
-"""The state whose dtype and device an optimizer chooses by its options."""
-
-
-def keep_given(given: Mapping[str, Any], present: dict[str, Any]) -> None:
+def _keep_given(given: Mapping[str, Any], present: dict[str, Any]) -> None:
     """Restore in ``present``, a loaded state, what torch has changed."""
     for name in given.keys() & present.keys() - {_STEP}:
         present[name] = _kept(given[name], present[name])

@@ -110,8 +110,6 @@ def joined_state(
         is_alone = isinstance(saved, dict) and "param_groups" not in saved
         if is_alone and isinstance(saved.get("state"), dict):
             saved = {**saved, "param_groups": _numbered(optim, saved["state"])}
-        # First per original, because flat parameters have no names.
-        saved = unflatten_state(optim.param_groups, saved)
         saved = unwrapped(state_by_name(saved, table, what, partial=is_alone))
         # No name occurs twice, because ``optimizers_of`` refuses shared parameters.
         state.update(saved["state"])
@@ -126,5 +124,5 @@ def _numbered(optim: Optimizer, state: dict[Any, Any]) -> list[Group]:
     numbers = count()
     return [
         {**group, "params": [next(numbers) for _ in group["params"]]}
-        for group in optim.param_groups
+        for group in originals(optim.param_groups)
     ]

@@ -15,7 +15,7 @@ from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import did_you_mean, listed, quoted, takes_optimizer
 from composable_fsdp.optim.flat_state import originals
 from composable_fsdp.optim.names import Named, meet_for_state, require_pair
-from composable_fsdp.optim.original_view import OverOriginals, over_originals
+from composable_fsdp.optim.original_view import OriginalView
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.state_exchange import require_same_state
@@ -42,7 +42,7 @@ def get_full_optim_state(
     >>> get_full_optim_state(model, optim, "head.weight")["exp_avg"]
     """
     named = _find(model, optim, fqn, "get_full_optim_state")
-    states = [over_originals(optim).state.get(named.parameter, {})]
+    states = [OriginalView(optim).state_of(named.parameter)]
     if named.ref is not None:
         require_same_state([named], states)
     result = dict(states[0])
@@ -69,8 +69,9 @@ def set_full_optim_state(
     any state cannot check names.
     """
     named = _find(model, optim, fqn, "set_full_optim_state")
-    view = over_originals(optim)
-    own = known = view.state.get(named.parameter, {})
+    view = OriginalView(optim)
+    own: Any = view.state_of(named.parameter)
+    known = own
     if named.is_absent:
         # This rank keeps no state of the parameter, so check against the state names of
         # the optimizer's other parameters.
@@ -89,10 +90,7 @@ def set_full_optim_state(
             )
     if not named.is_absent:
         parts = {k: _part(named, k, v, own.get(k)) for k, v in state.items()}
-        if isinstance(view, OverOriginals):
-            view.write(named.parameter, parts)
-        else:
-            optim.state[named.parameter].update(parts)
+        view.write(named.parameter, parts)
 
 
 def _part(named: Named, key: str, value: Any, before: Any) -> Any:
