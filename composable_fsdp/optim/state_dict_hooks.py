@@ -28,10 +28,15 @@ from composable_fsdp.optim.flat_state import (
     unflatten_state,
 )
 from composable_fsdp.optim.names import Named, refuse_flats_with_forms, shard_groups
-from composable_fsdp.optim.own_state_dict import is_empty, unwrapped, wants_parts
-from composable_fsdp.optim.save import full_state
-from composable_fsdp.optim.sharded import as_sharded, mark_partial, part_for
-from composable_fsdp.optim.state_exchange import Values, misfit, require_same_state
+from composable_fsdp.optim.save import full_state, is_empty, unwrapped, wants_parts
+from composable_fsdp.optim.sharded import (
+    Values,
+    as_sharded,
+    mark_partial,
+    misfit,
+    part_for,
+    require_same_state,
+)
 from composable_fsdp.optim.step_checks import (
     cut_leaf,
     handles_of,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.original_view import OriginalView
+from composable_fsdp.optim.single import OriginalView
 from composable_fsdp.storage.compare import Patterns, Selection, matcher
 from composable_fsdp.storage.contents import (
     Contents,

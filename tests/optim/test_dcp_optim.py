@@ -44,7 +44,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.features import flat_parameters
 from composable_fsdp.optim import get_full_optim_state
-from composable_fsdp.optim.own_state_dict import local_state_dict
+from composable_fsdp.optim.save import local_state_dict
 from composable_fsdp.state_dict import ShardedValue
 from tests.runtime.test_empty_shard_grads import INPUT, once
 from tests.support.models import TinyGPT, tiny_mlp

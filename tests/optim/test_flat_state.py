@@ -30,7 +30,7 @@ from composable_fsdp import (
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.features import flat_parameters
 from composable_fsdp.optim import get_full_optim_state, set_full_optim_state
-from composable_fsdp.optim.own_state_dict import local_state_dict
+from composable_fsdp.optim.save import local_state_dict
 from tests.optim.models import INPUT, mixed
 from tests.optim.test_every_optimizer import EVERY
 from tests.support.models import tiny_mlp
