@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
-from typing import Any, overload
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,14 +25,12 @@ from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import (
     Group,
     Named,
-    Optimizers,
     Table,
     given_names,
     groups_of,
     meet_for_state,
     name_parameters,
     require_pair,
-    require_pairs,
 )
 from composable_fsdp.optim.save import full_state, local_state_dict, sharded_state
 from composable_fsdp.optim.sharded import part_for, part_problem, whole_of_other
@@ -56,7 +54,7 @@ from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
 
 
-@overload
+@takes_optimizer
 def optim_state_dict_to_load(
     model: nn.Module,
     optim: Optimizer,
@@ -64,29 +62,7 @@ def optim_state_dict_to_load(
     is_named_optimizer: bool = False,
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> dict[str, Any]: ...
-
-
-@overload
-def optim_state_dict_to_load(
-    model: nn.Module,
-    optim: Sequence[Optimizer],
-    optim_state_dict: dict[str, Any],
-    is_named_optimizer: bool = False,
-    load_directly: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> list[dict[str, Any]]: ...
-
-
-@takes_optimizer
-def optim_state_dict_to_load(
-    model: nn.Module,
-    optim: Optimizers,
-    optim_state_dict: dict[str, Any],
-    is_named_optimizer: bool = False,
-    load_directly: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> dict[str, Any] | list[dict[str, Any]]:
+) -> dict[str, Any]:
     """Return this rank's part of a state, ready for ``optim.load_state_dict``.
 
     A parameter that no unit shards may be missing from the state; the parameter then
@@ -94,8 +70,7 @@ def optim_state_dict_to_load(
 
     Args:
         model: the sharded model, or a module that contains the sharded model.
-        optim: the optimizer that will load the result, or a list of optimizers whose
-            parameters together are the parameters of the state.
+        optim: the optimizer that will load the result.
         optim_state_dict: the state that ``optim_state_dict`` returned, at any world
             size, or the state of a plain model, keyed by names or by numbers (positions
             in the groups of ``optim``). Every rank passes the full state, except: with
@@ -109,52 +84,49 @@ def optim_state_dict_to_load(
         group: with ``rank0_only``, the ranks to which the first rank sends; default:
             the ranks of the model.
 
-    Returns: a state dict, or a list of state dicts if ``optim`` is a list.
     Collective: none; with ``rank0_only`` one broadcast of the structure, one all-gather
         of error texts, and one broadcast per tensor. A sharded value of another plan is
         gathered by one broadcast from each rank that holds elements.
     Raises: CheckpointError, listing names that are missing, left over or of another
-        shape; CompositionError, as ``optim_state_dict``. No optimizer has loaded then.
+        shape; CompositionError, as ``optim_state_dict``. Nothing is loaded then.
     """
-    optims = require_pairs(model, optim, "optim_state_dict_to_load")
+    require_pair(model, optim, "optim_state_dict_to_load")
     units = _get_fsdp_states(model)
     # Raises if units differ in their settings.
     settings = get_state_dict_type(model) if units else FULL_BY_DEFAULT
     config = settings.optim_state_dict_config
-    for each in optims:
-        require_elementwise(each)
-        # The optimizer may get state before its first step.
-        install_optimizer_hooks(each)
-    results = state_to_load(
+    require_elementwise(optim)
+    # The optimizer may get state before its first step.
+    install_optimizer_hooks(optim)
+    result = state_to_load(
         model,
-        [each.param_groups for each in optims],
+        optim.param_groups,
         optim_state_dict,
         named=is_named_optimizer,
-        elementwise=[not needs_whole_params(each) for each in optims],
+        elementwise=not needs_whole_params(optim),
         local=settings.state_dict_type is StateDictType.LOCAL_STATE_DICT,
         from_first=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
         group=group,
-        given={key: name for o in optims for key, name in given_names(o).items()},
+        given=given_names(optim),
     )
     if load_directly:
-        for each, result in zip(optims, results, strict=True):
-            each.load_state_dict(result)
-    return results if isinstance(optim, (list, tuple)) else results[0]
+        optim.load_state_dict(result)
+    return result
 
 
 def state_to_load(
     model: nn.Module,
-    groups_of: list[list[Group]],
+    param_groups: list[Group],
     saved: Any,
     *,
     named: bool = False,
-    elementwise: Sequence[bool] = (True,),
+    elementwise: bool = True,
     local: bool = False,
     from_first: bool = False,
     group: dist.ProcessGroup | None = None,
     given: Mapping[int, str] | None = None,
     what: str = "optim_state_dict_to_load",
-) -> list[dict[str, Any]]:
+) -> dict[str, Any]:
     """Cut this rank's parts out of ``saved``; see ``optim_state_dict_to_load``."""
     require_module(model, what)
     units = _get_fsdp_states(model)
@@ -171,22 +143,29 @@ def state_to_load(
         saved = unpacked(shared)
         for state in units:
             require_between_steps(state, what)
-        tables = [name_parameters(model, each, given) for each in groups_of]
-        joined = Table.joined(model, tables)
+        table = name_parameters(model, param_groups, given)
         # No rank sends, so only meetings tell that a rank loads alone.
         others: Iterable[str] = ()
         if not local and not from_first:
-            others = _names_of_others(units, joined, what)
-        saved = state_by_name(saved, joined, what, others=others)
+            others = _names_of_others(units, table, what)
+        saved = state_by_name(saved, table, what, others=others)
         # Before the first tensor is gathered or broadcast.
-        for table, each in zip(tables, elementwise, strict=True):
-            first = bool(senders)
-            _require_fit(table.members, saved, elementwise=each, from_first=first)
+        _require_fit(
+            table.members, saved, elementwise=elementwise, from_first=bool(senders)
+        )
     if not local and not from_first:
         meet_for_state(units, what, replicas=True)
-    state_of = _own_state(joined.members, saved["state"], senders)
-    options = [aligned_groups(table, saved) for table in tables]
-    return [_chosen(state_of, each, named=named) for each in options]
+    state_of = _own_state(table.members, saved["state"], senders)
+    groups = aligned_groups(table, saved)
+    names = [name for group in groups for name in group["params"]]
+    keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
+    return {
+        "state": {keys[name]: state_of[name] for name in names if name in state_of},
+        "param_groups": [
+            {**group, "params": [keys[name] for name in group["params"]]}
+            for group in groups
+        ],
+    }
 
 
 def _names_of_others(units: list[_FSDPState], table: Table, what: str) -> set[str]:
@@ -232,21 +211,6 @@ def _part(named: Named, name: str, value: Any, senders: Route) -> Any:
     return part.clone() if isinstance(part, Tensor) else part
 
 
-def _chosen(
-    state_of: dict[str, dict[str, Any]], groups: list[Group], *, named: bool
-) -> dict[str, Any]:
-    """Return the state of the parameters in ``groups``, keyed by name or by number."""
-    names = [name for group in groups for name in group["params"]]
-    keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
-    return {
-        "state": {keys[name]: state_of[name] for name in names if name in state_of},
-        "param_groups": [
-            {**group, "params": [keys[name] for name in group["params"]]}
-            for group in groups
-        ],
-    }
-
-
 def _require_fit(
     members: list[Named], saved: dict[str, Any], *, elementwise: bool, from_first: bool
 ) -> None:
@@ -286,7 +250,7 @@ def full_optim_state_dict(
     ``optim_state_dict`` for the full type.
     """
     given = _current(model, optim, "full_optim_state_dict", first_only=rank0_only)
-    return full_state(model, [optim], [given], first_only=rank0_only, to_cpu=True)
+    return full_state(model, optim, given, first_only=rank0_only, to_cpu=True)
 
 
 def shard_full_optim_state_dict(
@@ -329,7 +293,7 @@ def sharded_optim_state_dict(
     Collective, Raises: as ``optim_state_dict`` for the sharded type.
     """
     given = _current(model, optim, "sharded_optim_state_dict")
-    return sharded_state(model, [optim], [given], to_cpu=False)
+    return sharded_state(model, optim, given, to_cpu=False)
 
 
 def flatten_sharded_optim_state_dict(
@@ -356,9 +320,8 @@ def _current(
 def _to_load(
     saved: Any, model: nn.Module, optim: Any, optim_input: Any, what: str, **how: Any
 ) -> dict[str, Any]:
-    """Return this rank's part of a state, for a single optimizer."""
-    groups = [groups_of(model, optim, optim_input, what)]
+    """Return this rank's part of a state, for an optimizer or for its parameters."""
+    groups = groups_of(model, optim, optim_input, what)
     # The optimizer may get state before its first step.
     install_optimizer_hooks(optim)
-    (result,) = state_to_load(model, groups, saved, what=what, **how)
-    return result
+    return state_to_load(model, groups, saved, what=what, **how)

@@ -32,13 +32,12 @@ from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import (
     Group,
     Named,
-    Optimizers,
     Table,
     given_names,
     is_absent,
     meet_for_state,
     name_parameters,
-    require_pairs,
+    require_pair,
     shard_groups,
 )
 from composable_fsdp.optim.scalars import is_wrapper
@@ -62,8 +61,8 @@ _WHAT = "optim_state_dict"
 @takes_optimizer
 def optim_state_dict(
     model: nn.Module,
-    optim: Optimizers,
-    optim_state_dict: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+    optim: Optimizer,
+    optim_state_dict: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Return the optimizer state keyed by the plain model's parameter names.
@@ -78,12 +77,9 @@ def optim_state_dict(
 
     Args:
         model: the sharded model, or a module that contains the sharded model.
-        optim: an element-wise optimizer over parameters of ``model``, or a list of
-            optimizers over different parameters. The states and groups of a list are
-            returned as if a single optimizer had them.
-        optim_state_dict: what ``optim.state_dict()`` returned, of each optimizer of a
-            list. Default: the current state. Without ``param_groups`` the result has
-            none.
+        optim: an element-wise optimizer over parameters of ``model``.
+        optim_state_dict: what ``optim.state_dict()`` returned. Default: the current
+            state. Without ``param_groups`` the result has none.
         group: ignored, because each unit knows its process groups.
 
     Collective: one all-gather of state names (objects) per shard group; then, for full
@@ -95,49 +91,37 @@ def optim_state_dict(
     parameter that is not in ``model``; DesyncError, if ranks have different state
     names; PhaseError, inside a forward, a backward or ``unshard_params``; TypeError.
     """
-    optims = require_pairs(model, optim, "optim_state_dict")
+    require_pair(model, optim, _WHAT)
     units = _get_fsdp_states(model)
     # Raises if units differ in their settings.
     settings = get_state_dict_type(model) if units else FULL_BY_DEFAULT
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     config = settings.optim_state_dict_config
     first_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
-    for each in optims:
-        require_elementwise(each)
+    require_elementwise(optim)
     # Each rank's own shards are local, and may be asked for by a rank alone.
     if not is_local:
         kind = settings.state_dict_type.name
         meet_for_state(units, _WHAT, kind, first_only=first_only)
         for unit in units:
             require_all_data(unit.handle, outermost(unit).handle, _WHAT)
-    given = _given(optims, optim_state_dict)
+    given = optim_state_dict
+    if given is None:
+        given = local_state_dict(optim)
     to_cpu = config.offload_to_cpu
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-        result = full_state(model, optims, given, first_only=first_only, to_cpu=to_cpu)
+        result = full_state(model, optim, given, first_only=first_only, to_cpu=to_cpu)
     else:
-        result = sharded_state(model, optims, given, to_cpu=to_cpu, alone=is_local)
-    if all("param_groups" not in each for each in given):
+        result = sharded_state(model, optim, given, to_cpu=to_cpu, alone=is_local)
+    if "param_groups" not in given:
         result.pop("param_groups", None)
     return result
 
 
-def _given(optims: list[Optimizer], given: Any) -> list[dict[str, Any]]:
-    """Return a state dict per optimizer: the given ones, or the current ones."""
-    if given is None:
-        return [local_state_dict(each) for each in optims]
-    found = list(given) if isinstance(given, (list, tuple)) else [given]
-    if len(found) != len(optims):
-        raise TypeError(
-            f"optim_state_dict expects a state for each of {len(optims)} optimizers, "
-            f"got {len(found)}. Pass a list of what their state_dict() returned."
-        )
-    return found
-
-
 def full_state(
     model: nn.Module,
-    optims: Sequence[Optimizer],
-    given: Sequence[dict[str, Any]],
+    optim: Optimizer,
+    given: dict[str, Any],
     *,
     first_only: bool,
     to_cpu: bool,
@@ -146,7 +130,7 @@ def full_state(
     handles = [unit.handle for unit in _get_fsdp_states(model)]
     if first_only:
         refuse_experts(handles, f"{_WHAT} with rank0_only")
-    members, options, states = _agreed(model, optims, given)
+    members, options, states = _agreed(model, optim, given)
     # A rank that returns {} still takes part in all collectives.
     wanted = not (first_only and handles and not handles[0].groups.is_first)
     result: dict[str, Values] = {}
@@ -170,14 +154,14 @@ def full_state(
 
 def sharded_state(
     model: nn.Module,
-    optims: Sequence[Optimizer],
-    given: Sequence[dict[str, Any]],
+    optim: Optimizer,
+    given: dict[str, Any],
     *,
     to_cpu: bool,
     alone: bool = False,
 ) -> dict[str, Any]:
     """Return copies in sharded values. Collective: names, unless ``alone``."""
-    members, options, states = _agreed(model, optims, given, alone=alone)
+    members, options, states = _agreed(model, optim, given, alone=alone)
     result = {
         named.fqn: {k: as_sharded(named, _copy(v, to_cpu)) for k, v in values.items()}
         for named, values in zip(members, states, strict=True)
@@ -195,8 +179,8 @@ def sharded_state(
 
 def _agreed(
     model: nn.Module,
-    optims: Sequence[Optimizer],
-    given: Sequence[dict[str, Any]],
+    optim: Optimizer,
+    given: dict[str, Any],
     *,
     alone: bool = False,
 ) -> tuple[list[Named], list[Group], list[Values]]:
@@ -205,16 +189,16 @@ def _agreed(
     with raise_on_all_ranks([] if alone else shard_groups(units)):
         for state in units:
             require_between_steps(state, _WHAT)
-        table, joined = joined_state(model, optims, given, _WHAT)
+        table, saved = _by_name(model, optim, given)
     # In the order of the model, which is that of every rank: a loop over the result may
     # call ``full_tensor()``.
     place = {id(parameter): n for n, parameter in enumerate(model.parameters())}
     members = table.members
     members.sort(key=lambda named: place.get(id(named.parameter), len(place)))
-    states: list[Values] = [joined["state"].get(m.fqn, {}) for m in members]
+    states: list[Values] = [saved["state"].get(m.fqn, {}) for m in members]
     if not alone:
         require_same_state(members, states, units)
-    return members, aligned_groups(table, joined), states
+    return members, aligned_groups(table, saved), states
 
 
 def _copy(value: Any, to_cpu: bool) -> Any:
@@ -385,28 +369,16 @@ def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state}
 
 
-def joined_state(
-    model: nn.Module,
-    optims: Sequence[Optimizer],
-    given: Sequence[dict[str, Any]],
-    what: str,
+def _by_name(
+    model: nn.Module, optim: Optimizer, saved: dict[str, Any]
 ) -> tuple[Table, dict[str, Any]]:
-    """Merge the states of all optimizers, keyed by name."""
-    tables: list[Table] = []
-    state: dict[str, Any] = {}
-    options: list[Any] = []
-    for optim, saved in zip(optims, given, strict=True):
-        table = name_parameters(model, optim.param_groups, given_names(optim))
-        tables.append(table)
-        # As FSDP1, which takes the state alone.
-        is_alone = isinstance(saved, dict) and "param_groups" not in saved
-        if is_alone and isinstance(saved.get("state"), dict):
-            saved = {**saved, "param_groups": _numbered(optim, saved["state"])}
-        saved = unwrapped(state_by_name(saved, table, what, partial=is_alone))
-        # No name occurs twice, because ``optimizers_of`` refuses shared parameters.
-        state.update(saved["state"])
-        options += saved["param_groups"]
-    return Table.joined(model, tables), {"state": state, "param_groups": options}
+    """Return the optimizer's parameters, and its state with this rank's parts."""
+    table = name_parameters(model, optim.param_groups, given_names(optim))
+    # As FSDP1, which takes the state alone.
+    is_alone = isinstance(saved, dict) and "param_groups" not in saved
+    if is_alone and isinstance(saved.get("state"), dict):
+        saved = {**saved, "param_groups": _numbered(optim, saved["state"])}
+    return table, unwrapped(state_by_name(saved, table, _WHAT, partial=is_alone))
 
 
 def _numbered(optim: Optimizer, state: dict[Any, Any]) -> list[Group]:

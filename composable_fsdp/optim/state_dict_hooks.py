@@ -232,7 +232,7 @@ def _full(optim: Optimizer, given: StateDict, asked: DcpRequest) -> StateDict:
     refuse_experts(handles, "get_optimizer_state_dict with full_state_dict=True")
     first_only = asked.to_cpu and all(rank_0_is_first(h.groups) for h in handles)
     full = full_state(
-        asked.model, [optim], [given], first_only=first_only, to_cpu=asked.to_cpu
+        asked.model, optim, given, first_only=first_only, to_cpu=asked.to_cpu
     )
     if not full:
         return {"state": {}, "param_groups": given["param_groups"]}
