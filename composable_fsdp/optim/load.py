@@ -33,7 +33,7 @@ from composable_fsdp.optim.names import (
     require_pair,
 )
 from composable_fsdp.optim.save import full_state, local_state_dict, sharded_state
-from composable_fsdp.optim.sharded import part_for, part_problem, whole_of_other
+from composable_fsdp.optim.sharded import part_for, part_problem, unlike_part
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
@@ -50,6 +50,7 @@ from composable_fsdp.state_dict.sent import (
     unpacked,
 )
 from composable_fsdp.state_dict.settings import get_state_dict_type
+from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
 
@@ -206,7 +207,10 @@ def _part(named: Named, name: str, value: Any, senders: Route) -> Any:
     # Scalars were sent with the structure.
     if senders and isinstance(value, (Tensor, Described)) and value.shape:
         value = send(value, senders, device)
-    part = part_for(named, name, whole_of_other(named, value, device))
+    # Of another plan, which is equal on all ranks: all gather, or none.
+    if isinstance(value, ShardedValue) and unlike_part(named, value):
+        value = value.full_tensor()
+    part = part_for(named, name, value)
     # A view would keep the full tensor alive, and the optimizer would write into it.
     return part.clone() if isinstance(part, Tensor) else part
 

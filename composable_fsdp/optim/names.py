@@ -19,8 +19,7 @@ from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import ParamRef, find_param
 from composable_fsdp.naming import join_name, strip_wrapper
-from composable_fsdp.optim.flat_state import originals
-from composable_fsdp.optim.scalars import is_scalar
+from composable_fsdp.optim.flat_state import is_scalar, originals
 from composable_fsdp.planning import walk
 from composable_fsdp.tree.root import meet_over
 from composable_fsdp.tree.state import _FSDPState

@@ -27,7 +27,7 @@ from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import takes_optimizer
-from composable_fsdp.optim.flat_state import originals, unflatten_state
+from composable_fsdp.optim.flat_state import is_wrapper, originals, unflatten_state
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import (
     Group,
@@ -40,7 +40,6 @@ from composable_fsdp.optim.names import (
     require_pair,
     shard_groups,
 )
-from composable_fsdp.optim.scalars import is_wrapper
 from composable_fsdp.optim.sharded import Values, as_sharded, require_same_state
 from composable_fsdp.optim.step_checks import require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps

@@ -21,14 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
 
-from composable_fsdp.comm import collectives
 from composable_fsdp.comm.consensus import exchange, first_failure
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError, DesyncError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import quoted
+from composable_fsdp.optim.flat_state import is_scalar
 from composable_fsdp.optim.names import Named, shard_groups
-from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.optim.step_checks import misfit_text
 from composable_fsdp.state_dict.full import mismatch, sharded_value
 from composable_fsdp.state_dict.sharded import ShardedValue
@@ -53,6 +52,12 @@ def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> 
 
 def part_problem(named: Named, value: Any, *, from_first: bool) -> str:
     """Return why ranks can neither take nor gather a sharded value; else empty."""
+    if type(value).__name__ == "ShardedTensor":
+        return (
+            "expected a tensor or a ShardedValue, got a ShardedTensor of torch's older "
+            "reader. Read the checkpoint by torch.distributed.checkpoint.load into "
+            "what optim_state_dict(model, optim) returns."
+        )
     # ``part``: a ``Described`` stands for the first rank's sharded value.
     if not isinstance(value, ShardedValue) and not getattr(value, "part", False):
         return ""
@@ -63,40 +68,20 @@ def part_problem(named: Named, value: Any, *, from_first: bool) -> str:
         )
     known = value.home is not None and value.home.group is not None
     is_gathered = tuple(value.shape) == named.shape and (known or not value.is_partial)
-    return "" if is_gathered else _mismatch(named, value)
+    return "" if is_gathered else unlike_part(named, value)
 
 
-def _mismatch(named: Named, value: ShardedValue) -> str:
+def unlike_part(named: Named, value: ShardedValue) -> str:
     """Return why ``value`` is not this rank's part; empty if the value is."""
     if named.ref is None:
         return "expected a whole tensor, because the parameter is not sharded."
     return mismatch(named.ref, value)
 
 
-def whole_of_other(named: Named, value: Any, device: torch.device) -> Any:
-    """Return the whole of a sharded value of another plan; other values unchanged.
-
-    Collective: as ``ShardedValue.full_tensor``, on all ranks or on none, because the
-        plan of a value is equal on all ranks; an all-reduce of a ``ShardedTensor``.
-    """
-    if isinstance(value, ShardedValue) and _mismatch(named, value):
-        return value.full_tensor()
-    # Of torch's older reader.
-    if type(value).__name__ == "ShardedTensor" and hasattr(value, "local_shards"):
-        whole = torch.zeros(value.shape, dtype=value.dtype, device=device)
-        for shard in value.local_shards():
-            box = shard.metadata
-            place = zip(box.shard_offsets, box.shard_sizes, strict=True)
-            whole[tuple(slice(at, at + size) for at, size in place)] = shard.tensor
-        collectives.all_reduce(whole, value._process_group)
-        return whole
-    return value
-
-
 def part_for(named: Named, key: str, value: Any) -> Any:
     """Return this rank's part of a sharded value, a full tensor or a part; no copy."""
     if isinstance(value, ShardedValue):
-        problem = _mismatch(named, value)
+        problem = unlike_part(named, value)
         if problem:
             raise CheckpointError(
                 f"Optimizer state {key!r} of {quoted(named.fqn)}: {problem}"

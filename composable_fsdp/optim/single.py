@@ -18,6 +18,7 @@ from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import did_you_mean, listed, quoted, takes_optimizer
 from composable_fsdp.optim.flat_state import (
     Values,
+    is_scalar,
     originals,
     parts_of,
     require_flattenable,
@@ -26,7 +27,6 @@ from composable_fsdp.optim.flat_state import (
 )
 from composable_fsdp.optim.names import Named, meet_for_state, require_pair
 from composable_fsdp.optim.save import plain_values
-from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.optim.sharded import require_same_state
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import require_elementwise

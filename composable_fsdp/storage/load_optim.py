@@ -17,8 +17,8 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
+from composable_fsdp.optim.flat_state import SCALARS, is_scalar_shape
 from composable_fsdp.optim.names import require_same_options
-from composable_fsdp.optim.scalars import SCALARS, is_scalar_shape
 from composable_fsdp.optim.single import OriginalView
 from composable_fsdp.storage.compare import NO_OPTIMIZER, LoadReport, Selection, find
 from composable_fsdp.storage.contents import Contents, Held, named, not_in_module
