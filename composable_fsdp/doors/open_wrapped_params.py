@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from composable_fsdp.compose.registry import has_api
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.scalars import is_wrapper
+from composable_fsdp.optim.flat_state import is_wrapper
 
 
 class TensorsInside(nn.Module):

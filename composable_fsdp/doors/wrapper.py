@@ -42,7 +42,7 @@ from composable_fsdp.entries.fully_shard import fully_shard, unknown_text
 from composable_fsdp.errors import CompositionError, warn
 from composable_fsdp.features.init_weights import apply_whole
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
-from composable_fsdp.optim import keys, legacy, load, save
+from composable_fsdp.optim import keys, load, save
 from composable_fsdp.planning import walk
 from composable_fsdp.runtime.materialize import reset_parameters
 from composable_fsdp.state_dict import settings
@@ -347,12 +347,12 @@ class FullyShardedDataParallel(Attributes, PlainNames):
     state_dict_type = staticmethod(settings.state_dict_type)
     optim_state_dict = staticmethod(save.optim_state_dict)
     optim_state_dict_to_load = staticmethod(load.optim_state_dict_to_load)
-    full_optim_state_dict = staticmethod(legacy.full_optim_state_dict)
-    shard_full_optim_state_dict = staticmethod(legacy.shard_full_optim_state_dict)
-    scatter_full_optim_state_dict = staticmethod(legacy.scatter_full_optim_state_dict)
-    sharded_optim_state_dict = staticmethod(legacy.sharded_optim_state_dict)
+    full_optim_state_dict = staticmethod(load.full_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(load.shard_full_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(load.scatter_full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(load.sharded_optim_state_dict)
     flatten_sharded_optim_state_dict = staticmethod(
-        legacy.flatten_sharded_optim_state_dict
+        load.flatten_sharded_optim_state_dict
     )
     rekey_optim_state_dict = staticmethod(keys.rekey_optim_state_dict)
 

@@ -46,10 +46,7 @@ if TYPE_CHECKING:
     )
     from composable_fsdp.features.nonfinite import NonFinite as NonFinite
     from composable_fsdp.features.nonfinite import find_nonfinite as find_nonfinite
-    from composable_fsdp.features.owners.map_on_owners import (
-        map_on_owners as map_on_owners,
-    )
-    from composable_fsdp.features.owners.owner_state import OwnerState as OwnerState
+    from composable_fsdp.features.owners import map_on_owners as map_on_owners
     from composable_fsdp.features.replicas import (
         load_replica_state_dict as load_replica_state_dict,
     )
@@ -80,8 +77,7 @@ _resolve, __all__ = resolver(
         "features.host_memory.sleeping": "released sleep wake",
         "features.host_memory.state_buffers": "offload_states",
         "features.nonfinite": "NonFinite find_nonfinite",
-        "features.owners.map_on_owners": "map_on_owners",
-        "features.owners.owner_state": "OwnerState",
+        "features.owners": "map_on_owners",
         "features.replicas": "load_replica_state_dict replica_state_dict",
         "features.training.even_batches": "even_batches",
         "features.training.step_log": "StepLog",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,24 +62,13 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor, or any nesting of iterables of tensors, by the scale.
+        """Multiply a tensor, or an iterable of tensors, by the scale.
 
-        The result has the dtype of ``outputs``, also for a loss in half precision.
+        The result of a tensor has its dtype, also of a loss in half precision.
         """
-        if not self._enabled:
-            return outputs
-        if isinstance(outputs, Tensor):
-            # The scale is float32, so the product would be promoted for a 0-d float16
-            # loss.
-            return super().scale(outputs).to(outputs.dtype)
-        if isinstance(outputs, (list, tuple)):
-            return type(outputs)([self.scale(each) for each in outputs])
-        if isinstance(outputs, Iterable):
-            return map(self.scale, outputs)
-        raise TypeError(
-            "ShardedGradScaler.scale expects a tensor or an iterable of tensors, got "
-            f"{type(outputs).__name__}."
-        )
+        scaled = super().scale(outputs)
+        # The scale is float32, and promotes a 0-d float16 loss.
+        return scaled.to(outputs.dtype) if isinstance(outputs, Tensor) else scaled
 
     def _unscale_grads_(
         self,

@@ -5,25 +5,25 @@
     flat form       params [0, 1]              state 0: exp_avg (shard_numel,), step
     per original    params [0, 1, 2, 3, 4]     state 0: exp_avg (k, *trailing), step ..
 
-All other files of this folder work on originals. A scalar (``step``) belongs to the
-whole region: each original has a copy, and all copies must be equal to go back.
+Only ``optim.state`` has the flat form; every state dict is per original. A scalar
+(``step``) belongs to the whole region: each original has a copy, and all copies must be
+equal to go back.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.flat_parameter import FLAT_PARAMS, FlatParamRecord, find_flat
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, param_refs
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.optim.scalars import is_scalar
-from composable_fsdp.state_dict.sharded import ShardedValue
+from composable_fsdp.planning.dtensors import is_dtensor
 
 Group = dict[str, Any]
 Values = dict[str, Any]
@@ -51,9 +51,27 @@ BY_NAME = (
 )
 """The remedy for state of flat parameters that are laid out otherwise."""
 
-_MARK = "flat_parameters"
-"""Key of a group in a state dict in flat form: per parameter the fingerprint of its
-layout; an empty string for an original."""
+SCALARS = ("step", "mu_product", "eta", "mu")
+"""Names of scalar state in ``torch.optim``. For a 0-d parameter, the shape does not
+distinguish such state from element-wise state."""
+
+
+def is_scalar(name: str, value: Any, shape: Sequence[int]) -> bool:
+    """Return whether a state is a single value per parameter, equal on all ranks."""
+    return not isinstance(value, Tensor) or is_scalar_shape(name, value.shape, shape)
+
+
+def is_scalar_shape(name: str, own: Sequence[int], shape: Sequence[int]) -> bool:
+    """Answer ``is_scalar`` for a tensor that is not read yet."""
+    return len(own) == 0 and (len(shape) > 0 or name in SCALARS)
+
+
+def is_wrapper(value: Any) -> bool:
+    """Return whether ``value`` is a tensor that wraps others other than a DTensor."""
+    if type(value) is Tensor or not isinstance(value, Tensor) or is_dtensor(value):
+        return False
+    wraps: bool = is_traceable_wrapper_subclass(value)
+    return wraps
 
 
 class Part(NamedTuple):
@@ -105,33 +123,20 @@ def _leaves(parameter: nn.Parameter) -> list[nn.Parameter]:
     return [parameter] if found is None else [p.ref.leaf for p in parts_of(*found)]
 
 
-def flat_keys(
-    param_groups: list[Group], groups: list[Group]
-) -> Iterator[tuple[Any, tuple[FlatParamHandle, FlatParamRecord]]]:
-    """Yield key, unit and record of the flat parameters in groups of a state dict."""
-    for own, saved in zip(param_groups, groups, strict=True):
-        for parameter, key in zip(own["params"], saved["params"], strict=True):
-            found = find_flat(parameter)
-            if found is not None:
-                yield key, found
-
-
 def _group(options: Group, params: list[Any]) -> Group:
     """Return a group of other parameters with the same options."""
     kept = {key: value for key, value in options.items() if key != "param_names"}
     return {**kept, "params": params}
 
 
-def unflatten_state(param_groups: list[Group], given: Any) -> Any:
-    """Convert state over flat parameters into views by originals; else as it is."""
-    if not has_flats(param_groups) or not _is_flat_form(param_groups, given):
+def unflatten_state(param_groups: list[Group], given: StateDict) -> StateDict:
+    """Convert what ``optim.state_dict()`` has of flat parameters into views."""
+    if not has_flats(param_groups):
         return given
-    theirs = [dict(group) for group in given["param_groups"]]
-    take_marks(param_groups, theirs)
     state: dict[int, Values] = {}
     groups: list[Group] = []
     number = 0
-    for own, saved in zip(param_groups, theirs, strict=True):
+    for own, saved in zip(param_groups, given["param_groups"], strict=True):
         first = number
         for parameter, key in zip(own["params"], saved["params"], strict=True):
             values, found = given["state"].get(key), find_flat(parameter)
@@ -146,16 +151,6 @@ def unflatten_state(param_groups: list[Group], given: Any) -> Any:
     return {**given, "state": state, "param_groups": groups}
 
 
-def _is_flat_form(param_groups: list[Group], given: Any) -> bool:
-    """Return whether the groups of ``given`` have numbers, as many as parameters."""
-    if not isinstance(given, dict) or "param_groups" not in given:
-        return False
-    theirs = [group["params"] for group in given["param_groups"]]
-    sizes = [len(group["params"]) for group in param_groups]
-    numbers = all(isinstance(key, int) for keys in theirs for key in keys)
-    return numbers and list(map(len, theirs)) == sizes
-
-
 def values_of(part: Part, flat: FlatParamRecord, values: Values) -> Values:
     """Return an original's part of a flat parameter's state; scalars are copied."""
     return {name: _value_of(part, flat, name, each) for name, each in values.items()}
@@ -163,8 +158,6 @@ def values_of(part: Part, flat: FlatParamRecord, values: Values) -> Values:
 
 def _value_of(part: Part, flat: FlatParamRecord, name: str, value: Any) -> Any:
     """Return an original's part of one state. Raises: CheckpointError."""
-    if isinstance(value, ShardedValue):
-        value = flat_part(flat, name, value)
     if not isinstance(value, Tensor):
         return value
     if value.shape == (flat.layout.shard_numel,):
@@ -182,14 +175,17 @@ def _value_of(part: Part, flat: FlatParamRecord, name: str, value: Any) -> Any:
     )
 
 
-def flatten_state(
-    param_groups: list[Group],
-    given: StateDict,
-    present: dict[Any, Values] | None = None,
-) -> StateDict:
+def flatten_state(param_groups: list[Group], given: StateDict) -> StateDict:
     """Convert a state dict over originals, keyed by numbers, into the flat form."""
     if not has_flats(param_groups):
         return given
+    theirs = [len(group["params"]) for group in given["param_groups"]]
+    ours = [len(group["params"]) for group in originals(param_groups)]
+    if theirs != ours:
+        raise CheckpointError(
+            f"The optimizer has flat parameters of groups of {ours} parameters, and "
+            f"got a state of {theirs}. {BY_NAME}"
+        )
     state: dict[int, Values] = {}
     groups: list[Group] = []
     number = 0
@@ -202,8 +198,7 @@ def flatten_state(
             else:
                 parts = parts_of(*found)
                 each = [given["state"].get(next(keys)) or {} for _ in parts]
-                there = (present or {}).get(parameter, {})
-                values = dict(_joined(found[1], parts, each, there)) or None
+                values = dict(_joined(found[1], parts, each)) or None
             if values is not None:
                 state[number] = values
         number = first + len(own["params"])
@@ -215,7 +210,7 @@ def flatten_state(
 
 
 def _joined(
-    flat: FlatParamRecord, parts: list[Part], each: list[Values], there: Values
+    flat: FlatParamRecord, parts: list[Part], each: list[Values]
 ) -> Iterator[tuple[str, Any]]:
     """Yield name and value of every state of a flat parameter."""
     require_flattenable(parts, each)
@@ -224,13 +219,19 @@ def _joined(
         found = [(part, values[name]) for part, values in pairs if name in values]
         # A 0-d state of a 0-d original alone may be either; any other original tells.
         scalar = [v for part, v in found if not part.is_elementwise(name, v)]
-        whole = there.get(name)
         if scalar:
             yield name, scalar[0]
-        # The same address is enough: parts of a flat parameter do not overlap.
-        elif isinstance(whole, Tensor) and all(
-            v.dtype == whole.dtype and v.data_ptr() == p.view(whole).data_ptr()
-            for p, v in found
+            continue
+        # Views of one tensor, as ``unflatten_state`` gives, need no other memory. The
+        # same address is enough: parts of a flat parameter do not overlap.
+        whole = found[0][1]._base
+        if (
+            whole is not None
+            and whole.shape == (flat.layout.shard_numel,)
+            and all(
+                v._base is whole and v.data_ptr() == p.view(whole).data_ptr()
+                for p, v in found
+            )
         ):
             yield name, whole
         else:
@@ -287,91 +288,3 @@ def _brief(value: Any) -> str:
     if isinstance(value, Tensor):
         return str(value.item()) if value.numel() == 1 else f"of {tuple(value.shape)}"
     return repr(value)
-
-
-def sharded_state(flat: FlatParamRecord, value: Any) -> Any:
-    """Return ``(shard_numel,)`` state as a ``ShardedValue``, other values unchanged."""
-    layout = flat.layout
-    # A value without elements has no boxes, so a checkpoint could not describe it.
-    if (
-        not isinstance(value, Tensor)
-        or value.shape != (layout.shard_numel,)
-        or not layout.padded_numel
-    ):
-        return value
-    return ShardedValue(
-        value,
-        (layout.padded_numel,),
-        0,
-        layout.shard_numel,
-        flat.rank,
-        layout.world_size,
-    )
-
-
-def flat_part(flat: FlatParamRecord, name: str, value: Any) -> Any:
-    """Return this rank's ``(shard_numel,)`` of a flat state, or a scalar."""
-    numel = flat.layout.shard_numel
-    if isinstance(value, ShardedValue):
-        expected = sharded_state(flat, value.local)
-        if isinstance(expected, ShardedValue) and expected.is_part_like(value):
-            return value.local
-    elif not isinstance(value, Tensor) or tuple(value.shape) in ((), (numel,)):
-        return value
-    raise CheckpointError(
-        f"Optimizer state {name!r} of a flat parameter has shape {tuple(value.shape)}; "
-        f"expected a scalar or this rank's shard, {(numel,)}. {BY_NAME}"
-    )
-
-
-def marked(group: Group, own: Group) -> Group:
-    """Return a group of a state dict with the fingerprints of its flat parameters."""
-    return {**group, _MARK: [_mark(parameter) for parameter in own["params"]]}
-
-
-def _mark(parameter: nn.Parameter) -> str:
-    """Return the fingerprint of a flat parameter's layout; equal on all ranks."""
-    found = find_flat(parameter)
-    if found is None:
-        return ""
-    layout = found[1].layout
-    # The slots of this layout: ``ParamRef.slot`` is that of the current one.
-    pairs = zip(parts_of(*found), layout.parameters, strict=True)
-    places = [(part.ref.name, slot.offset, slot.shape) for part, slot in pairs]
-    told = repr((layout.world_size, layout.padded_numel, places))
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
-
-
-def take_marks(param_groups: list[Group], groups: list[Group]) -> None:
-    """Remove the fingerprints from ``groups``; refuse those of other parameters."""
-    # The positions of parameters in a flat value depend on the world size, and a load
-    # by DCP would not notice.
-    told = [group.pop(_MARK, None) for group in groups]
-    own = [[_mark(p) for p in group["params"]] for group in param_groups]
-    if any(marks is not None for marks in told) and told != own:
-        raise CheckpointError(
-            "The optimizer got a state of flat parameters that are laid out otherwise "
-            "than its own: by another number of ranks, another model, or it has "
-            f"original parameters. {BY_NAME}"
-        )
-
-
-def take_flat(param_groups: list[Group], state_dict: StateDict) -> StateDict:
-    """Return this rank's part of a state dict in flat form, ready to load."""
-    groups = [dict(group) for group in state_dict["param_groups"]]
-    take_marks(param_groups, groups)
-    state_dict = {**state_dict, "param_groups": groups}
-    if not has_flats(param_groups):
-        return state_dict
-    theirs = [len(group["params"]) for group in groups]
-    ours = [len(group["params"]) for group in param_groups]
-    if theirs != ours:
-        raise CheckpointError(
-            f"The optimizer has groups of {ours} flat parameters and got a state of "
-            f"{theirs}: by numbers of originals nobody can tell whose. {BY_NAME}"
-        )
-    state = dict(state_dict["state"])
-    for key, (_, flat) in flat_keys(param_groups, groups):
-        if key in state:
-            state[key] = {k: flat_part(flat, k, v) for k, v in state[key].items()}
-    return {**state_dict, "state": state}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
-from typing import Any, overload
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,19 +21,19 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted, takes_optimizer
-from composable_fsdp.optim.flat_state import flatten_state
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import (
     Group,
     Named,
-    Optimizers,
     Table,
     given_names,
+    groups_of,
     meet_for_state,
     name_parameters,
-    require_pairs,
+    require_pair,
 )
-from composable_fsdp.optim.sharded import part_for, part_problem, whole_of_other
+from composable_fsdp.optim.save import full_state, local_state_dict, sharded_state
+from composable_fsdp.optim.sharded import part_for, part_problem, unlike_part
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
@@ -50,11 +50,12 @@ from composable_fsdp.state_dict.sent import (
     unpacked,
 )
 from composable_fsdp.state_dict.settings import get_state_dict_type
+from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
 
 
-@overload
+@takes_optimizer
 def optim_state_dict_to_load(
     model: nn.Module,
     optim: Optimizer,
@@ -62,29 +63,7 @@ def optim_state_dict_to_load(
     is_named_optimizer: bool = False,
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> dict[str, Any]: ...
-
-
-@overload
-def optim_state_dict_to_load(
-    model: nn.Module,
-    optim: Sequence[Optimizer],
-    optim_state_dict: dict[str, Any],
-    is_named_optimizer: bool = False,
-    load_directly: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> list[dict[str, Any]]: ...
-
-
-@takes_optimizer
-def optim_state_dict_to_load(
-    model: nn.Module,
-    optim: Optimizers,
-    optim_state_dict: dict[str, Any],
-    is_named_optimizer: bool = False,
-    load_directly: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> dict[str, Any] | list[dict[str, Any]]:
+) -> dict[str, Any]:
     """Return this rank's part of a state, ready for ``optim.load_state_dict``.
 
     A parameter that no unit shards may be missing from the state; the parameter then
@@ -92,8 +71,7 @@ def optim_state_dict_to_load(
 
     Args:
         model: the sharded model, or a module that contains the sharded model.
-        optim: the optimizer that will load the result, or a list of optimizers whose
-            parameters together are the parameters of the state.
+        optim: the optimizer that will load the result.
         optim_state_dict: the state that ``optim_state_dict`` returned, at any world
             size, or the state of a plain model, keyed by names or by numbers (positions
             in the groups of ``optim``). Every rank passes the full state, except: with
@@ -107,52 +85,49 @@ def optim_state_dict_to_load(
         group: with ``rank0_only``, the ranks to which the first rank sends; default:
             the ranks of the model.
 
-    Returns: a state dict, or a list of state dicts if ``optim`` is a list.
     Collective: none; with ``rank0_only`` one broadcast of the structure, one all-gather
         of error texts, and one broadcast per tensor. A sharded value of another plan is
         gathered by one broadcast from each rank that holds elements.
     Raises: CheckpointError, listing names that are missing, left over or of another
-        shape; CompositionError, as ``optim_state_dict``. No optimizer has loaded then.
+        shape; CompositionError, as ``optim_state_dict``. Nothing is loaded then.
     """
-    optims = require_pairs(model, optim, "optim_state_dict_to_load")
+    require_pair(model, optim, "optim_state_dict_to_load")
     units = _get_fsdp_states(model)
     # Raises if units differ in their settings.
     settings = get_state_dict_type(model) if units else FULL_BY_DEFAULT
     config = settings.optim_state_dict_config
-    for each in optims:
-        require_elementwise(each)
-        # The optimizer may get state before its first step.
-        install_optimizer_hooks(each)
-    results = state_to_load(
+    require_elementwise(optim)
+    # The optimizer may get state before its first step.
+    install_optimizer_hooks(optim)
+    result = state_to_load(
         model,
-        [each.param_groups for each in optims],
+        optim.param_groups,
         optim_state_dict,
         named=is_named_optimizer,
-        elementwise=[not needs_whole_params(each) for each in optims],
+        elementwise=not needs_whole_params(optim),
         local=settings.state_dict_type is StateDictType.LOCAL_STATE_DICT,
         from_first=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
         group=group,
-        given={key: name for o in optims for key, name in given_names(o).items()},
+        given=given_names(optim),
     )
     if load_directly:
-        for each, result in zip(optims, results, strict=True):
-            each.load_state_dict(result)
-    return results if isinstance(optim, (list, tuple)) else results[0]
+        optim.load_state_dict(result)
+    return result
 
 
 def state_to_load(
     model: nn.Module,
-    groups_of: list[list[Group]],
+    param_groups: list[Group],
     saved: Any,
     *,
     named: bool = False,
-    elementwise: Sequence[bool] = (True,),
+    elementwise: bool = True,
     local: bool = False,
     from_first: bool = False,
     group: dist.ProcessGroup | None = None,
     given: Mapping[int, str] | None = None,
     what: str = "optim_state_dict_to_load",
-) -> list[dict[str, Any]]:
+) -> dict[str, Any]:
     """Cut this rank's parts out of ``saved``; see ``optim_state_dict_to_load``."""
     require_module(model, what)
     units = _get_fsdp_states(model)
@@ -169,24 +144,29 @@ def state_to_load(
         saved = unpacked(shared)
         for state in units:
             require_between_steps(state, what)
-        tables = [name_parameters(model, each, given) for each in groups_of]
-        joined = Table.joined(model, tables)
+        table = name_parameters(model, param_groups, given)
         # No rank sends, so only meetings tell that a rank loads alone.
         others: Iterable[str] = ()
         if not local and not from_first:
-            others = _names_of_others(units, joined, what)
-        saved = state_by_name(saved, joined, what, others=others)
+            others = _names_of_others(units, table, what)
+        saved = state_by_name(saved, table, what, others=others)
         # Before the first tensor is gathered or broadcast.
-        for table, each in zip(tables, elementwise, strict=True):
-            first = bool(senders)
-            _require_fit(table.members, saved, elementwise=each, from_first=first)
+        _require_fit(
+            table.members, saved, elementwise=elementwise, from_first=bool(senders)
+        )
     if not local and not from_first:
         meet_for_state(units, what, replicas=True)
-    state_of = _own_state(joined.members, saved["state"], senders)
-    options = [aligned_groups(table, saved) for table in tables]
-    chosen = [_chosen(state_of, each, named=named) for each in options]
-    # A state keyed by names stays per original, because flat parameters have no names.
-    return chosen if named else list(map(flatten_state, groups_of, chosen))
+    state_of = _own_state(table.members, saved["state"], senders)
+    groups = aligned_groups(table, saved)
+    names = [name for group in groups for name in group["params"]]
+    keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
+    return {
+        "state": {keys[name]: state_of[name] for name in names if name in state_of},
+        "param_groups": [
+            {**group, "params": [keys[name] for name in group["params"]]}
+            for group in groups
+        ],
+    }
 
 
 def _names_of_others(units: list[_FSDPState], table: Table, what: str) -> set[str]:
@@ -227,24 +207,12 @@ def _part(named: Named, name: str, value: Any, senders: Route) -> Any:
     # Scalars were sent with the structure.
     if senders and isinstance(value, (Tensor, Described)) and value.shape:
         value = send(value, senders, device)
-    part = part_for(named, name, whole_of_other(named, value, device))
+    # Of another plan, which is equal on all ranks: all gather, or none.
+    if isinstance(value, ShardedValue) and unlike_part(named, value):
+        value = value.full_tensor()
+    part = part_for(named, name, value)
     # A view would keep the full tensor alive, and the optimizer would write into it.
     return part.clone() if isinstance(part, Tensor) else part
-
-
-def _chosen(
-    state_of: dict[str, dict[str, Any]], groups: list[Group], *, named: bool
-) -> dict[str, Any]:
-    """Return the state of the parameters in ``groups``, keyed by name or by number."""
-    names = [name for group in groups for name in group["params"]]
-    keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
-    return {
-        "state": {keys[name]: state_of[name] for name in names if name in state_of},
-        "param_groups": [
-            {**group, "params": [keys[name] for name in group["params"]]}
-            for group in groups
-        ],
-    }
 
 
 def _require_fit(
@@ -266,3 +234,98 @@ def _require_fit(
             problem = part_problem(named, value, from_first=from_first)
             if problem:
                 raise CheckpointError(f"{who}: {problem}")
+
+
+# FSDP1's older functions, whose names decide the type, whatever ``set_state_dict_type``
+# says. ``optim_input`` has the parameters or groups of an optimizer that does not exist
+# yet; it is used only where ``optim`` is None. Default: a group of all parameters.
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: Optimizer,
+    optim_input: Iterable[Any] | None = None,
+    rank0_only: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Return full state on the CPU, by names; ``{}`` elsewhere with ``rank0_only``.
+
+    ``optim_input`` and ``group`` are ignored. Collective, Raises: as
+    ``optim_state_dict`` for the full type.
+    """
+    given = _current(model, optim, "full_optim_state_dict", first_only=rank0_only)
+    return full_state(model, optim, given, first_only=rank0_only, to_cpu=True)
+
+
+def shard_full_optim_state_dict(
+    full_optim_state_dict: dict[str, Any],
+    model: nn.Module,
+    optim_input: Iterable[Any] | None = None,
+    optim: Optimizer | None = None,
+) -> dict[str, Any]:
+    """Return a state dict to load, of a state that every rank holds in full."""
+    what = "shard_full_optim_state_dict"
+    return _to_load(full_optim_state_dict, model, optim, optim_input, what)
+
+
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: dict[str, Any] | None,
+    model: nn.Module,
+    optim_input: Iterable[Any] | None = None,
+    optim: Optimizer | None = None,
+    group: Any | None = None,
+) -> dict[str, Any]:
+    """Return a state dict to load, of a full state that only the first rank holds.
+
+    Other ranks may pass None. ``group``: the ranks that take part; default: the ranks
+    of the model.
+
+    Collective: one broadcast of the structure, one all-gather of error texts, and one
+        broadcast per tensor, over ``group``; all its ranks must call.
+    Raises: as ``optim_state_dict_to_load``, on all ranks alike.
+    """
+    saved, what = full_optim_state_dict, "scatter_full_optim_state_dict"
+    how = {"from_first": True, "group": group}
+    return _to_load(saved, model, optim, optim_input, what, **how)
+
+
+def sharded_optim_state_dict(
+    model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
+    """Return the state as copies in sharded values, by names; ``group`` is ignored.
+
+    Collective, Raises: as ``optim_state_dict`` for the sharded type.
+    """
+    given = _current(model, optim, "sharded_optim_state_dict")
+    return sharded_state(model, optim, given, to_cpu=False)
+
+
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
+) -> dict[str, Any]:
+    """Return a state dict to load, of a state in sharded values.
+
+    Collective, Raises: as ``optim_state_dict_to_load``.
+    """
+    what = "flatten_sharded_optim_state_dict"
+    require_pair(model, optim, what)
+    return _to_load(sharded_optim_state_dict, model, optim, None, what)
+
+
+def _current(
+    model: nn.Module, optim: Optimizer, what: str, *, first_only: bool = False
+) -> dict[str, Any]:
+    """Return the optimizer's own state, after all ranks have called ``what``."""
+    require_pair(model, optim, what)
+    meet_for_state(_get_fsdp_states(model), what, first_only=first_only)
+    return local_state_dict(optim)
+
+
+def _to_load(
+    saved: Any, model: nn.Module, optim: Any, optim_input: Any, what: str, **how: Any
+) -> dict[str, Any]:
+    """Return this rank's part of a state, for an optimizer or for its parameters."""
+    groups = groups_of(model, optim, optim_input, what)
+    # The optimizer may get state before its first step.
+    install_optimizer_hooks(optim)
+    return state_to_load(model, groups, saved, what=what, **how)

@@ -19,8 +19,7 @@ from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import ParamRef, find_param
 from composable_fsdp.naming import join_name, strip_wrapper
-from composable_fsdp.optim.flat_state import originals
-from composable_fsdp.optim.scalars import is_scalar
+from composable_fsdp.optim.flat_state import is_scalar, originals
 from composable_fsdp.planning import walk
 from composable_fsdp.tree.root import meet_over
 from composable_fsdp.tree.state import _FSDPState
@@ -85,18 +84,11 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The parameters of optimizers by group, and the options of the groups."""
+    """The parameters of an optimizer by group, and the options of the groups."""
 
     model: nn.Module
     groups: list[list[Named]] = field(default_factory=list)
     own: list[Group] = field(default_factory=list)
-
-    @classmethod
-    def joined(cls, model: nn.Module, tables: Sequence[Table]) -> Table:
-        """Return the table of several optimizers, as of one with all groups."""
-        groups = chain.from_iterable(each.groups for each in tables)
-        own = chain.from_iterable(each.own for each in tables)
-        return cls(model, list(groups), list(own))
 
     @property
     def members(self) -> list[Named]:
@@ -119,17 +111,10 @@ def require_pair(model: object, optim: object, what: str) -> None:
     if not isinstance(model, nn.Module) or not hasattr(optim, "param_groups"):
         raise TypeError(
             f"{what} expects a model and its optimizer, got a {type(model).__name__} "
-            f"and a {type(optim).__name__}."
+            f"and a {type(optim).__name__}. Of several optimizers, ask for the state "
+            "of each."
         )
-
-
-def require_pairs(model: object, optim: object, what: str) -> list[Any]:
-    """Call ``require_pair`` for each optimizer and return the optimizers as a list."""
-    found = optimizers_of(optim)
-    for each in found:
-        require_pair(model, each, what)
-        refuse_flats_with_forms(each, what)
-    return found
+    refuse_flats_with_forms(optim, what)
 
 
 def refuse_flats_with_forms(optim: Any, what: str) -> None:

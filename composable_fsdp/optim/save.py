@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import torch.distributed as dist
@@ -21,22 +22,25 @@ from composable_fsdp.config import (
     FullOptimStateDictConfig,
     StateDictType,
 )
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import takes_optimizer
-from composable_fsdp.optim.keys import aligned_groups
+from composable_fsdp.optim.flat_state import is_wrapper, originals, unflatten_state
+from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import (
     Group,
     Named,
-    Optimizers,
+    Table,
+    given_names,
+    is_absent,
     meet_for_state,
-    require_pairs,
+    name_parameters,
+    require_pair,
     shard_groups,
 )
-from composable_fsdp.optim.own_state_dict import joined_state, local_state_dict
-from composable_fsdp.optim.sharded import as_sharded
-from composable_fsdp.optim.state_exchange import Values, require_same_state
+from composable_fsdp.optim.sharded import Values, as_sharded, require_same_state
 from composable_fsdp.optim.step_checks import require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict.other_experts import (
@@ -46,7 +50,7 @@ from composable_fsdp.state_dict.other_experts import (
     require_different,
 )
 from composable_fsdp.state_dict.settings import get_state_dict_type
-from composable_fsdp.state_dict.sharded import ShardedValue
+from composable_fsdp.state_dict.sharded import ShardedValue, local_of
 from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
@@ -56,8 +60,8 @@ _WHAT = "optim_state_dict"
 @takes_optimizer
 def optim_state_dict(
     model: nn.Module,
-    optim: Optimizers,
-    optim_state_dict: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+    optim: Optimizer,
+    optim_state_dict: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Return the optimizer state keyed by the plain model's parameter names.
@@ -72,12 +76,9 @@ def optim_state_dict(
 
     Args:
         model: the sharded model, or a module that contains the sharded model.
-        optim: an element-wise optimizer over parameters of ``model``, or a list of
-            optimizers over different parameters. The states and groups of a list are
-            returned as if a single optimizer had them.
-        optim_state_dict: what ``optim.state_dict()`` returned, of each optimizer of a
-            list. Default: the current state. Without ``param_groups`` the result has
-            none.
+        optim: an element-wise optimizer over parameters of ``model``.
+        optim_state_dict: what ``optim.state_dict()`` returned. Default: the current
+            state. Without ``param_groups`` the result has none.
         group: ignored, because each unit knows its process groups.
 
     Collective: one all-gather of state names (objects) per shard group; then, for full
@@ -89,49 +90,37 @@ def optim_state_dict(
     parameter that is not in ``model``; DesyncError, if ranks have different state
     names; PhaseError, inside a forward, a backward or ``unshard_params``; TypeError.
     """
-    optims = require_pairs(model, optim, "optim_state_dict")
+    require_pair(model, optim, _WHAT)
     units = _get_fsdp_states(model)
     # Raises if units differ in their settings.
     settings = get_state_dict_type(model) if units else FULL_BY_DEFAULT
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     config = settings.optim_state_dict_config
     first_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
-    for each in optims:
-        require_elementwise(each)
+    require_elementwise(optim)
     # Each rank's own shards are local, and may be asked for by a rank alone.
     if not is_local:
         kind = settings.state_dict_type.name
         meet_for_state(units, _WHAT, kind, first_only=first_only)
         for unit in units:
             require_all_data(unit.handle, outermost(unit).handle, _WHAT)
-    given = _given(optims, optim_state_dict)
+    given = optim_state_dict
+    if given is None:
+        given = local_state_dict(optim)
     to_cpu = config.offload_to_cpu
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-        result = full_state(model, optims, given, first_only=first_only, to_cpu=to_cpu)
+        result = full_state(model, optim, given, first_only=first_only, to_cpu=to_cpu)
     else:
-        result = sharded_state(model, optims, given, to_cpu=to_cpu, alone=is_local)
-    if all("param_groups" not in each for each in given):
+        result = sharded_state(model, optim, given, to_cpu=to_cpu, alone=is_local)
+    if "param_groups" not in given:
         result.pop("param_groups", None)
     return result
 
 
-def _given(optims: list[Optimizer], given: Any) -> list[dict[str, Any]]:
-    """Return a state dict per optimizer: the given ones, or the current ones."""
-    if given is None:
-        return [local_state_dict(each) for each in optims]
-    found = list(given) if isinstance(given, (list, tuple)) else [given]
-    if len(found) != len(optims):
-        raise TypeError(
-            f"optim_state_dict expects a state for each of {len(optims)} optimizers, "
-            f"got {len(found)}. Pass a list of what their state_dict() returned."
-        )
-    return found
-
-
 def full_state(
     model: nn.Module,
-    optims: Sequence[Optimizer],
-    given: Sequence[dict[str, Any]],
+    optim: Optimizer,
+    given: dict[str, Any],
     *,
     first_only: bool,
     to_cpu: bool,
@@ -140,7 +129,7 @@ def full_state(
     handles = [unit.handle for unit in _get_fsdp_states(model)]
     if first_only:
         refuse_experts(handles, f"{_WHAT} with rank0_only")
-    members, options, states = _agreed(model, optims, given)
+    members, options, states = _agreed(model, optim, given)
     # A rank that returns {} still takes part in all collectives.
     wanted = not (first_only and handles and not handles[0].groups.is_first)
     result: dict[str, Values] = {}
@@ -164,14 +153,14 @@ def full_state(
 
 def sharded_state(
     model: nn.Module,
-    optims: Sequence[Optimizer],
-    given: Sequence[dict[str, Any]],
+    optim: Optimizer,
+    given: dict[str, Any],
     *,
     to_cpu: bool,
     alone: bool = False,
 ) -> dict[str, Any]:
     """Return copies in sharded values. Collective: names, unless ``alone``."""
-    members, options, states = _agreed(model, optims, given, alone=alone)
+    members, options, states = _agreed(model, optim, given, alone=alone)
     result = {
         named.fqn: {k: as_sharded(named, _copy(v, to_cpu)) for k, v in values.items()}
         for named, values in zip(members, states, strict=True)
@@ -189,8 +178,8 @@ def sharded_state(
 
 def _agreed(
     model: nn.Module,
-    optims: Sequence[Optimizer],
-    given: Sequence[dict[str, Any]],
+    optim: Optimizer,
+    given: dict[str, Any],
     *,
     alone: bool = False,
 ) -> tuple[list[Named], list[Group], list[Values]]:
@@ -199,16 +188,16 @@ def _agreed(
     with raise_on_all_ranks([] if alone else shard_groups(units)):
         for state in units:
             require_between_steps(state, _WHAT)
-        table, joined = joined_state(model, optims, given, _WHAT)
+        table, saved = _by_name(model, optim, given)
     # In the order of the model, which is that of every rank: a loop over the result may
     # call ``full_tensor()``.
     place = {id(parameter): n for n, parameter in enumerate(model.parameters())}
     members = table.members
     members.sort(key=lambda named: place.get(id(named.parameter), len(place)))
-    states: list[Values] = [joined["state"].get(m.fqn, {}) for m in members]
+    states: list[Values] = [saved["state"].get(m.fqn, {}) for m in members]
     if not alone:
         require_same_state(members, states, units)
-    return members, aligned_groups(table, joined), states
+    return members, aligned_groups(table, saved), states
 
 
 def _copy(value: Any, to_cpu: bool) -> Any:
@@ -307,3 +296,96 @@ def _with_experts(
             # Names that this rank's optimizer was made with, in its own order.
             each.pop("param_names", None)
     return saved
+
+
+wants_parts: ContextVar[bool] = ContextVar("wants_parts", default=False)
+"""True, in this thread, while the package calls ``optim.state_dict()``."""
+
+
+def local_state_dict(optim: Optimizer) -> dict[str, Any]:
+    """Return ``optim.state_dict()`` per original, with plain tensors of this rank."""
+    token = wants_parts.set(True)
+    try:
+        found = optim.state_dict()
+    finally:
+        wants_parts.reset(token)
+    plain = {
+        key: plain_values(optim, values) if isinstance(values, dict) else values
+        for key, values in found["state"].items()
+    }
+    found = unflatten_state(optim.param_groups, {**found, "state": plain})
+    # State that an earlier load left of a parameter without elements is stale.
+    state = dict(found["state"])
+    parameters = [p for g in originals(optim.param_groups) for p in g["params"]]
+    for number, parameter in enumerate(parameters):
+        if is_absent(parameter) and is_empty(state.get(number, {})):
+            state.pop(number, None)
+    return {**found, "state": state}
+
+
+def is_empty(values: Any) -> bool:
+    """Return whether a state has no tensor with elements, apart from scalars."""
+    return isinstance(values, dict) and not any(
+        isinstance(value, Tensor) and value.ndim and value.numel()
+        for value in values.values()
+    )
+
+
+def plain_values(optim: Optimizer, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the state ``values`` of a parameter with quantized tensors dequantized."""
+    if not any(map(is_wrapper, values.values())):
+        return values
+    return {
+        name: _dequantised(optim, name, value) if is_wrapper(value) else value
+        for name, value in values.items()
+    }
+
+
+def _dequantised(optim: Optimizer, name: str, value: Any) -> Tensor:
+    """Return ``value.dequantize()``, or raise CheckpointError without that method."""
+    # ``Tensor.dequantize`` reads memory, which wrappers do not have.
+    if type(value).dequantize is not Tensor.dequantize:
+        plain: Tensor = value.dequantize()
+        if type(plain) is Tensor and plain.shape == value.shape:
+            return plain
+    raise CheckpointError(
+        f"{type(optim).__name__}'s state {name!r} is a {type(value).__name__}, which "
+        "wraps other tensors; expected plain tensors, or a subclass whose dequantize() "
+        "gives one of the same shape. Save it by torch.save(optim.state_dict()) on "
+        "each rank, under StateDictType.SHARDED_STATE_DICT, or use an optimizer with "
+        "plain state."
+    )
+
+
+def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict with every sharded value replaced by ``local``."""
+    state = {
+        key: {name: local_of(value) for name, value in values.items()}
+        if isinstance(values, dict)
+        else values
+        for key, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _by_name(
+    model: nn.Module, optim: Optimizer, saved: dict[str, Any]
+) -> tuple[Table, dict[str, Any]]:
+    """Return the optimizer's parameters, and its state with this rank's parts."""
+    table = name_parameters(model, optim.param_groups, given_names(optim))
+    # As FSDP1, which takes the state alone.
+    is_alone = isinstance(saved, dict) and "param_groups" not in saved
+    if is_alone and isinstance(saved.get("state"), dict):
+        saved = {**saved, "param_groups": _numbered(optim, saved["state"])}
+    return table, unwrapped(state_by_name(saved, table, _WHAT, partial=is_alone))
+
+
+def _numbered(optim: Optimizer, state: dict[Any, Any]) -> list[Group]:
+    """Return the groups of a state keyed by numbers; none for one keyed by names."""
+    if any(isinstance(key, str) for key in state):
+        return []
+    numbers = count()
+    return [
+        {**group, "params": [next(numbers) for _ in group["params"]]}
+        for group in originals(optim.param_groups)
+    ]

@@ -22,22 +22,23 @@ from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.flat_state import (
     BY_NAME,
-    flat_keys,
-    flat_part,
+    flatten_state,
     has_flats,
-    marked,
-    sharded_state,
-    take_flat,
-    take_marks,
+    originals,
+    unflatten_state,
 )
 from composable_fsdp.optim.names import Named, refuse_flats_with_forms, shard_groups
-from composable_fsdp.optim.own_state_dict import is_empty, unwrapped, wants_parts
-from composable_fsdp.optim.save import full_state
-from composable_fsdp.optim.sharded import as_sharded, mark_partial, part_for
-from composable_fsdp.optim.state_exchange import Values, misfit, require_same_state
+from composable_fsdp.optim.save import full_state, is_empty, unwrapped, wants_parts
+from composable_fsdp.optim.sharded import (
+    Values,
+    as_sharded,
+    mark_partial,
+    misfit,
+    part_for,
+    require_same_state,
+)
 from composable_fsdp.optim.step_checks import (
     cut_leaf,
-    flat_name,
     handles_of,
     steps_on_full_params,
 )
@@ -76,13 +77,16 @@ def install_optimizer_hooks(optim: object) -> None:
     optim.register_state_dict_post_hook(_on_state_dict)
     optim.register_load_state_dict_pre_hook(_on_load_state_dict)
     # State that was loaded before may hold sharded values.
-    take_marks(optim.param_groups, optim.param_groups)
     for parameter, values in optim.state.items():
-        flat, named = find_flat(parameter), _named(parameter)
+        named = _named(parameter)
         for key, value in values.items():
-            if flat is not None:
-                values[key] = flat_part(flat[1], key, value)
-            elif named is not None and isinstance(value, ShardedValue):
+            if isinstance(value, ShardedValue) and find_flat(parameter) is not None:
+                raise CheckpointError(
+                    f"{type(optim).__name__} over flat parameters got the state of "
+                    f"{quoted(key)} before its first step, and could not join it. "
+                    f"{BY_NAME}"
+                )
+            if isinstance(value, ShardedValue) and named is not None:
                 values[key] = part_for(named, key, value)
 
 
@@ -121,7 +125,7 @@ def _members(optim: Optimizer, groups: Any, *, whole: bool = False) -> dict[Any,
     """Return parameters of units by the keys that ``groups`` of the state dict use."""
     return {
         key: named
-        for saved, own in zip(groups, optim.param_groups, strict=False)
+        for saved, own in zip(groups, originals(optim.param_groups), strict=False)
         for key, parameter in zip(saved["params"], own["params"], strict=False)
         if (named := _named(parameter, whole=whole)) is not None
     }
@@ -132,8 +136,8 @@ def _on_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
     if wants_parts.get():
         return None
     refuse_flats_with_forms(optim, "optimizer.state_dict()")
-    if has_flats(optim.param_groups):
-        return _flat(optim, state_dict)
+    _refuse_torchs_functions(optim)
+    state_dict = unflatten_state(optim.param_groups, state_dict)
     asked = dcp_request()
     if asked is None:
         return _own(optim, state_dict)
@@ -169,21 +173,9 @@ def _own(optim: Optimizer, state_dict: StateDict) -> StateDict:
     return {**state_dict, "state": state}
 
 
-def _flat(optim: Optimizer, state_dict: StateDict) -> StateDict:
-    """Return the state dict of flat parameters with sharded values and fingerprints."""
-    _refuse_torchs_functions()
-    state, groups = dict(state_dict["state"]), state_dict["param_groups"]
-    for key, (handle, flat) in flat_keys(optim.param_groups, groups):
-        if key in state:
-            state[key] = {k: sharded_state(flat, v) for k, v in state[key].items()}
-            mark_partial(handle, state[key], flat_name(handle, flat))
-    groups = list(map(marked, groups, optim.param_groups))
-    return {**state_dict, "state": state, "param_groups": groups}
-
-
-def _refuse_torchs_functions() -> None:
-    """Raise CheckpointError if a function of DCP is calling."""
-    if dcp_request() is not None:
+def _refuse_torchs_functions(optim: Optimizer) -> None:
+    """Raise CheckpointError if a function of DCP asks about flat parameters."""
+    if dcp_request() is not None and has_flats(optim.param_groups):
         raise CheckpointError(
             "torch.distributed.checkpoint.state_dict names an optimizer's parameters "
             "by the model's, and got an optimizer over flat parameters, which are none "
@@ -240,7 +232,7 @@ def _full(optim: Optimizer, given: StateDict, asked: DcpRequest) -> StateDict:
     refuse_experts(handles, "get_optimizer_state_dict with full_state_dict=True")
     first_only = asked.to_cpu and all(rank_0_is_first(h.groups) for h in handles)
     full = full_state(
-        asked.model, [optim], [given], first_only=first_only, to_cpu=asked.to_cpu
+        asked.model, optim, given, first_only=first_only, to_cpu=asked.to_cpu
     )
     if not full:
         return {"state": {}, "param_groups": given["param_groups"]}
@@ -258,9 +250,7 @@ def _full(optim: Optimizer, given: StateDict, asked: DcpRequest) -> StateDict:
 def _on_load_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
     """Return this rank's part of the given state dict, ready to load."""
     refuse_flats_with_forms(optim, "optimizer.load_state_dict()")
-    if has_flats(optim.param_groups):
-        _refuse_torchs_functions()
-    state_dict = take_flat(optim.param_groups, state_dict)
+    _refuse_torchs_functions(optim)
     members = _members(optim, state_dict["param_groups"], whole=True)
     state = {
         key: _parts(members[key], values) if key in members else values
@@ -272,7 +262,8 @@ def _on_load_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
         own = optim.state.get(named.parameter)
         if key not in state and named.is_absent and own is not None and is_empty(own):
             state[key] = own
-    return unwrapped({**state_dict, "state": state})
+    found = unwrapped({**state_dict, "state": state})
+    return flatten_state(optim.param_groups, found)
 
 
 def _parts(named: Named, values: Values) -> Values:

@@ -24,7 +24,7 @@ from composable_fsdp.flat import residency
 from composable_fsdp.flat.gradients import has_arrived
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import times_replaced
-from composable_fsdp.flat.residency import count_step, is_counting_steps, shard_versions
+from composable_fsdp.flat.residency import count_step, is_counting_steps
 from composable_fsdp.naming import listed
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import (
@@ -39,14 +39,13 @@ from composable_fsdp.optim.step_checks import (
     steps_on_full_params,
 )
 from composable_fsdp.phases import BACKWARD_PRE
-from composable_fsdp.state_dict.dcp_caller import is_state_init_step
 
 _LOOKED_AT = 2
 """Steps that are checked in full: the second sees the state that the first created."""
 
 
 FIRST_STEPS: list[Callable[[Optimizer], None]] = []
-"""Called before the first steps, once checked; DCP's that creates state may be one."""
+"""Called before the first steps, once checked."""
 
 
 class _KnownOptimizer:
@@ -82,11 +81,6 @@ class _KnownOptimizer:
 _known: weakref.WeakKeyDictionary[Optimizer, _KnownOptimizer] = (
     weakref.WeakKeyDictionary()
 )
-_unwritten: weakref.WeakKeyDictionary[Optimizer, list[FlatParamHandle]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Units whose recorded versions were current before a step that only creates state,
-which raises versions and changes no value."""
 _applications = 0
 _any_counts = False
 """Whether steps of some optimizer do not move all version counters by themselves."""
@@ -108,8 +102,6 @@ def _before_step(optim: Optimizer, args: Any, kwargs: Any) -> None:
     global _any_counts
     if torch.compiler.is_compiling():
         return
-    if is_counting_steps():
-        _note_unwritten(optim)
     prepare_flats(optim)
     require_outside_unshard_params(optim)
     # Not all parameters: this line runs in every step.
@@ -143,19 +135,6 @@ def _before_step(optim: Optimizer, args: Any, kwargs: Any) -> None:
     _known[optim] = met
 
 
-def _note_unwritten(optim: Optimizer) -> None:
-    """Note units that stay valid in a step that only creates state."""
-    # An entry is here if such a step raised before the hook after the step.
-    _unwritten.pop(optim, None)
-    if _only_creates_state(optim):
-        _unwritten[optim] = [
-            handle
-            for handle in handles_of(optim)
-            if handle.writes.gathered_at
-            and handle.writes.gathered_at == shard_versions(handle)
-        ]
-
-
 def after_step(optim: Optimizer, *_: object) -> None:
     """Count the step for units that are kept unsharded; the global post-hook."""
     # Count after the step: a closure inside ``step`` may run the backward after which
@@ -165,13 +144,8 @@ def after_step(optim: Optimizer, *_: object) -> None:
         if met is None:
             return
         if is_counting_steps():
-            if optim in _unwritten:
-                # The values are unchanged, so accept the new versions as current.
-                for handle in _unwritten.pop(optim):
-                    handle.writes.gathered_at = shard_versions(handle)
-            else:
-                count_step(met.handles)
-                _hide_old_values(met)
+            count_step(met.handles)
+            _hide_old_values(met)
         if met.uncounted or met.has_empty:
             _count_writes(optim, met)
 
@@ -188,23 +162,11 @@ def _warn_of_unreduced(optim: Optimizer, met: _KnownOptimizer) -> None:
         )
 
 
-def _only_creates_state(optim: Optimizer) -> bool:
-    """Return whether the running step creates state and changes no value."""
-    # DCP sets ``lr`` of each group to zero. A group without ``lr`` is stepped at its
-    # own rate, and weight decay changes its parameters without any gradient.
-    return is_state_init_step() and all("lr" in g for g in optim.param_groups)
-
-
 def _count_writes(optim: Optimizer, met: _KnownOptimizer) -> None:
     """Move versions that the step has not moved, as other steps and ranks do."""
     written: list[torch.Tensor] = []
     for handle in met.units():
-        # Backward must not refuse after a step that has changed no value.
-        unseen = (
-            met.uncounted
-            and handle.phase is BACKWARD_PRE
-            and not _only_creates_state(optim)
-        )
+        unseen = met.uncounted and handle.phase is BACKWARD_PRE
         if unseen or met.has_empty:
             written += _unmoved(handle, met.counted, unseen=unseen)
     if written and _may_have_stepped(optim, met):
@@ -222,8 +184,7 @@ def _unmoved(
         flat = region.flat is not None and region.flat.grad is not None
         # Of a parameter without elements here ``shown`` tells of the other ranks: it is
         # as the last reduction set it, and ``zero_grad`` on this rank does not clear
-        # it. DCP's step that creates state gives these parameters gradients, too. An
-        # optimizer passes by parameters without a gradient.
+        # it. An optimizer passes by parameters without a gradient.
         found += [
             leaf
             for leaf, key, numel, graded in zip(

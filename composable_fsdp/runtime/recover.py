@@ -207,10 +207,6 @@ def keep_if_current(handle: FlatParamHandle) -> bool:
             "the backward that comes before the step."
         )
     good = shards_are_unchanged(handle) and moments.changes.is_in_shards(handle)
-    if good:
-        # The values are current, but their versions are not if torch has made state of
-        # an optimizer by a step that changes nothing. Backward compares the versions.
-        handle.writes.make_readable(handle)
     if shown and good:
         residency.use_full(handle)
     return good

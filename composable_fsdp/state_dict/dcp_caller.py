@@ -56,8 +56,6 @@ class _Running(NamedTuple):
     """What is known of the DCP call that runs."""
 
     request: DcpRequest | None = None
-    makes_state: bool = False
-    """Whether a step only makes an optimizer create its state."""
     saving_ranks: int | None = None
     """The number of ranks that save; None if DCP is not saving."""
 
@@ -72,11 +70,6 @@ Call = Callable[..., Any]
 def dcp_request() -> DcpRequest | None:
     """Return the options of the running DCP call; None if no call is running."""
     return _running.get().request
-
-
-def is_state_init_step() -> bool:
-    """Return whether the running step only makes an optimizer create its state."""
-    return _running.get().makes_state
 
 
 @contextmanager
@@ -139,8 +132,7 @@ def _with_init_step(run: Call, given: dict[str, Any]) -> Any:
     # rank without elements.
     if any(callback(given.get("optim")) for callback in BEFORE_OPTIMIZER):
         return None
-    with _knowing(makes_state=True):
-        return run()
+    return run()
 
 
 def _with_saving_ranks(run: Call, given: dict[str, Any]) -> Any:

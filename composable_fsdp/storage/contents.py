@@ -19,8 +19,8 @@ from composable_fsdp.compose.registry import TORCH_DDP, foreign_fsdp, incompatib
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
 from composable_fsdp.naming import join_name, listed, quoted
+from composable_fsdp.optim.flat_state import is_scalar
 from composable_fsdp.optim.names import is_absent, names_of, optimizers_of
-from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.planning import walk
 from composable_fsdp.runtime.recover import require_between_steps, settle_tree
 from composable_fsdp.storage.manifest import Span

@@ -17,17 +17,13 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
+from composable_fsdp.optim.flat_state import SCALARS, is_scalar_shape
 from composable_fsdp.optim.names import require_same_options
-from composable_fsdp.optim.original_view import (
-    OverOriginals,
-    for_checkpoint,
-    keep_given,
-)
-from composable_fsdp.optim.scalars import SCALARS, is_scalar_shape
+from composable_fsdp.optim.single import OriginalView
 from composable_fsdp.storage.compare import NO_OPTIMIZER, LoadReport, Selection, find
 from composable_fsdp.storage.contents import Contents, Held, named, not_in_module
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
-from composable_fsdp.storage.tensors import is_dtensor, is_wrapper, local_state
+from composable_fsdp.storage.tensors import is_wrapper, local_state
 
 STATES: dict[str, tuple[str, ...]] = {
     "ASGD": ("step", "eta", "mu", "ax"),
@@ -87,7 +83,7 @@ class OptimizerLoad:
     ) -> None:
         # The checkpoint has state per original parameter, also of a flat one.
         self._source, self._report = source, report
-        self._optim = for_checkpoint(optim)
+        self._optim, self._view = optim, OriginalView(optim)
         self._saved = source.param_groups or ()
         self.home = {n: g for g, each in enumerate(self._saved) for n in each["params"]}
         self._groups = self._members_of(contents, chosen)
@@ -122,21 +118,21 @@ class OptimizerLoad:
 
         return [
             [member(parameter, g, i) for i, parameter in enumerate(group["params"])]
-            for g, group in enumerate(self._optim.param_groups)
+            for g, group in enumerate(self._view.param_groups)
         ]
 
     def _compare(self) -> None:
         """Report groups of another class of optimizer, and states of other shapes."""
-        told, view = self._report.optimizer, self._optim
+        told, optim = self._report.optimizer, self._optim
         for g, members in enumerate(self._groups):
             for origin in {self.home[member.name] for member in members if member}:
                 saved = self._saved[origin]
                 # Another version of torch only adds options or only drops options.
-                lacks = sorted(view.defaults.keys() - saved.keys())
-                others = sorted(saved.keys() - view.param_groups[g].keys())
+                lacks = sorted(getattr(optim, "defaults", {}).keys() - saved.keys())
+                others = sorted(saved.keys() - optim.param_groups[g].keys())
                 if lacks and others:
                     told.append(
-                        f"group {g} of this {type(view).__name__} expects "
+                        f"group {g} of this {type(optim).__name__} expects "
                         f"{listed(map(repr, lacks))} and the checkpoint has "
                         f"{listed(map(repr, others))} instead, as of another class "
                         "of optimizer"
@@ -153,11 +149,10 @@ class OptimizerLoad:
     def plan(self) -> list[Copy]:
         """Return the reads into present state tensors, or into new memory for state."""
         self._require_types()
-        if isinstance(self._optim, OverOriginals):
-            found = {id(member.held.tensor): member for member in self.members()}
-            self._optim.require_joinable(
-                lambda leaf: self._values_to_join(found.get(id(leaf)))
-            )
+        found = {id(member.held.tensor): member for member in self.members()}
+        self._view.require_joinable(
+            lambda leaf: self._values_to_join(found.get(id(leaf)))
+        )
         copies: list[Copy] = []
         for member in self.members():
             self._states[id(member.held.tensor)] = self._state(member, copies)
@@ -167,16 +162,15 @@ class OptimizerLoad:
         """Return the options of a group: the saved ones over the present ones."""
         origins = {self.home[member.name] for member in self._groups[g] if member}
         require_same_options(g, origins, self._saved)
-        own = self._optim.param_groups[g]
+        own = self._view.param_groups[g]
         # An option that an older version did not save keeps the optimizer's value.
         return {**own, **self._saved[origins.pop()]} if origins else dict(own)
 
     def _require_types(self) -> None:
         """Raise CheckpointError for options and states of wrong types."""
-        view, source = self._optim, self._source
-        kind = type(view.optim if isinstance(view, OverOriginals) else view)
+        source, kind = self._source, type(self._optim)
         for g, members in enumerate(self._groups):
-            chosen, own = self._options(g), view.param_groups[g]
+            chosen, own = self._options(g), self._view.param_groups[g]
             # What this version of torch does not know is kept, as ``initial_lr``.
             for name in own.keys() - {"params", "param_names"}:
                 if not _is_alike(own[name], chosen[name]):
@@ -217,7 +211,7 @@ class OptimizerLoad:
         """Return the parameter's state; tensors are valid after ``copies`` are done."""
         (name, held), source = member, self._source
         parameter = held.tensor
-        present = self._optim.state.get(parameter, {})
+        present = self._view.state_of(parameter)
         state: dict[str, Any] = {}
         for key, info, is_elementwise in self._tensors(member):
             if not is_elementwise:
@@ -225,10 +219,12 @@ class OptimizerLoad:
                 state[key] = value.view(info.shape)
                 continue
             # A tensor that wraps others (quantised state) has no own memory.
-            into, is_new = present.get(key), False
+            into: Any = present.get(key)
+            is_new = False
             is_usable = isinstance(into, Tensor) and not is_wrapper(into)
             if not is_usable or into.shape != parameter.shape:
-                into, is_new = self._new_state(parameter, key, info.dtype), True
+                into = self._view.new_state(parameter, key, info.dtype)
+                is_new = True
             state[key] = into
             own = local_state(into, parameter, f"{name} (state {key!r})")
             copies.append(Copy(name, key, held.span, own, is_new))
@@ -238,18 +234,9 @@ class OptimizerLoad:
             state[key] = value.clone() if is_tensor else copy.deepcopy(value)
         return state
 
-    def _new_state(self, leaf: Any, name: str, dtype: torch.dtype) -> Any:
-        """Return memory for a state tensor in the shape of ``leaf``."""
-        if isinstance(self._optim, OverOriginals):
-            # A part of the flat state, which is taken over without a copy.
-            return self._optim.new_state(leaf, name, dtype)
-        if is_dtensor(leaf):
-            return torch.empty_like(leaf, dtype=dtype, requires_grad=False)
-        return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
-
     def install(self) -> None:
         """Give the optimizer the saved options and the state that has been read."""
-        view = self._optim
+        view = self._view
         states: dict[int, dict[str, Any]] = {}
         options: list[dict[str, Any]] = []
         given: list[tuple[Member, dict[str, Any]]] = []
@@ -266,22 +253,18 @@ class OptimizerLoad:
             index += len(members)
             for i, member, parameter in zip(ids, members, own["params"], strict=True):
                 # An absent parameter (no element on this rank) keeps the present state.
-                state = view.state.get(parameter, {})
+                state = view.state_of(parameter)
                 if member is not None and not member.held.is_absent:
                     state = self._states[id(parameter)]
                 if state:
                     states[i] = state
                     given += [(member, state)] if member is not None else []
-        view.load_state_dict({"state": states, "param_groups": options})
+        self._optim.load_state_dict({"state": states, "param_groups": options})
         for (name, held), state in given:
             # ``load_state_dict`` has cast state of another dtype. If the parameter
             # itself was saved in another dtype, the cast is kept.
-            if self._source.model[name].dtype != held.tensor.dtype:
-                continue
-            if isinstance(view, OverOriginals):
-                view.keep_given(held.tensor)
-            else:
-                keep_given(state, view.state[held.tensor])
+            if self._source.model[name].dtype == held.tensor.dtype:
+                view.keep_given(held.tensor, state)
 
 
 def _refused(what: str) -> CheckpointError:

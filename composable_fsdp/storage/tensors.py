@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from composable_fsdp.errors import CheckpointError, PlanError
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.scalars import is_wrapper as is_wrapper
+from composable_fsdp.optim.flat_state import is_wrapper as is_wrapper
 from composable_fsdp.planning.dtensors import is_dtensor as is_dtensor
 from composable_fsdp.planning.dtensors import local_of as local_of
 from composable_fsdp.planning.dtensors import refuse_cuts, whole_of

@@ -1,8 +1,7 @@
-"""``map_on_owners`` and ``OwnerState`` on ranks that do not do the same."""
+"""``map_on_owners`` on ranks that do not do the same."""
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from composable_fsdp import FSDPError, fully_shard
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.features import OwnerState, map_on_owners
+from composable_fsdp.features import map_on_owners
 from tests.faults.blocks import SOON
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount
@@ -93,27 +92,3 @@ def test_a_value_that_a_rank_alone_leaves_out_is_no_zero(world: World) -> None:
         # Whole matrices lie on one rank; only a cut one has parts on both.
         if result is not None and 0 < p.numel() < 64:
             assert result.isnan().all()
-
-
-def state_alone(world: World) -> tuple[str, float]:
-    """The last rank alone takes the state of owners."""
-    shorten_waits()
-    model, start = trained(), time.monotonic()
-    state = OwnerState(model.parameters())
-    # A thread that has ended leaves its identity to the next one, which sends nothing.
-    beside = threading.Thread(target=trained)
-    beside.start()
-    beside.join()
-    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-    alone = world.rank == world.world_size - 1
-    with pytest.raises(FSDPError) as caught:
-        state.state_dict() if alone else model(torch.ones(2, 8))
-    return str(caught.value), time.monotonic() - start
-
-
-@pytest.mark.req("X-12")
-def test_the_state_of_owners_on_a_rank_alone_is_told(ranks: RankCount) -> None:
-    """The gathers of the state would pair with those of the forward."""
-    for text, took in ranks(2).run(state_alone, timeout=60, retire=True):
-        assert took < SOON
-        assert "OwnerState.state_dict" in text

@@ -100,7 +100,12 @@ def train(model: nn.Module, optimizers: Optimizers) -> None:
 
 def everything(model: nn.Module, optimizers: Optimizers) -> State:
     values = {name: value.clone() for name, value in model.state_dict().items()}
-    return {"model": values, "optim": optim_state_dict(model, optimizers)}
+    states = [optim_state_dict(model, each) for each in optimizers]
+    optim = {
+        "state": {n: v for each in states for n, v in each["state"].items()},
+        "param_groups": [g for each in states for g in each["param_groups"]],
+    }
+    return {"model": values, "optim": optim}
 
 
 def name_of(world_size: int) -> str:

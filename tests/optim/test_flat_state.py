@@ -30,7 +30,7 @@ from composable_fsdp import (
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.features import flat_parameters
 from composable_fsdp.optim import get_full_optim_state, set_full_optim_state
-from composable_fsdp.optim.own_state_dict import local_state_dict
+from composable_fsdp.optim.save import local_state_dict
 from tests.optim.models import INPUT, mixed
 from tests.optim.test_every_optimizer import EVERY
 from tests.support.models import tiny_mlp
@@ -314,42 +314,6 @@ def test_a_counter_beside_a_0d_parameter_is_a_scalar_on_every_rank(
         assert _same(local_state_dict(optimizer), before)
 
 
-def save_dcp(world: World, folder: Path) -> State:
-    model, optimizer = trained(world, "flat")
-    dcp_save({"optim": optimizer.state_dict()}, checkpoint_id=folder)
-    return optim_state_dict(model, optimizer)["state"]  # type: ignore[no-any-return]
-
-
-def load_dcp(world: World, folder: Path, form: str) -> tuple[str, State]:
-    model, optimizer = trained(world, form, steps=1)
-
-    def read() -> None:
-        state = {"optim": optimizer.state_dict()}
-        dcp_load(state, checkpoint_id=folder)
-        optimizer.load_state_dict(state["optim"])
-
-    try:
-        read()
-        text = "nothing was raised"
-    except BaseException as error:  # torch's own derives from that
-        text = repr(error)
-    return text, optim_state_dict(model, optimizer)["state"]
-
-
-def test_torchs_checkpoint_keeps_the_parts_of_all_ranks(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """``optim.state_dict()`` through it is right at an equal plan, else refused."""
-    saved = ranks(2).run(save_dcp, tmp_path)[0]
-
-    for text, loaded in ranks(2).run(load_dcp, tmp_path, "flat"):
-        assert text == "nothing was raised"
-        assert _same(loaded, saved)
-    for size, form in ((1, "flat"), (2, "originals")):
-        for text, _ in ranks(size).run(load_dcp, tmp_path, form, retire=True):
-            assert text != "nothing was raised", (size, form)
-
-
 @on_ranks(2)
 def test_torchs_functions_by_name_are_refused(world: World) -> None:
     """They look flat parameters up among the model's; the way out is named."""
@@ -361,28 +325,6 @@ def test_torchs_functions_by_name_are_refused(world: World) -> None:
         assert "optim_state_dict(model, optim)" in text
         into = partial(set_optimizer_state_dict, model, optimizer, state)
         assert message_of(into) != "nothing was raised"
-
-
-@on_ranks(2)
-def test_a_state_in_flat_form_is_refused_by_an_optimizer_of_other_parameters(
-    world: World,
-) -> None:
-    """In another order, or over originals; before the first step at the latest."""
-    model, optimizer = trained(world, "flat")
-    state = optimizer.state_dict()
-    other = gpt("composable", tied_head=True)
-    texts = []
-    for wrong in (adamw(reversed(flat_parameters(model))), adamw(other.parameters())):
-        held = wrong.param_groups[0]["params"][0]
-        held.grad = torch.zeros_like(held)
-
-        def act(wrong: torch.optim.Optimizer = wrong) -> None:
-            wrong.load_state_dict(state)
-            wrong.step()
-
-        texts.append(message_of(act))
-    assert "laid out otherwise than its own" in texts[0]
-    assert texts[1] != "nothing was raised"
 
 
 @on_ranks(3)

@@ -29,7 +29,7 @@ from composable_fsdp import (
     save,
     state_dict_type,
 )
-from composable_fsdp.optim.own_state_dict import local_state_dict
+from composable_fsdp.optim.save import local_state_dict
 from tests.optim.models import (
     Mixed,
     by_name,

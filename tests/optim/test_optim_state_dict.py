@@ -23,7 +23,7 @@ from composable_fsdp import (
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.features import flat_parameters
 from composable_fsdp.optim import rekey_optim_state_dict
-from composable_fsdp.optim.own_state_dict import local_state_dict
+from composable_fsdp.optim.save import local_state_dict
 from tests.optim.models import mixed, train_sharded, two_groups
 from tests.support.models import tiny_mlp
 from tests.support.on_ranks import on_ranks

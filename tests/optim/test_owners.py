@@ -1,4 +1,4 @@
-"""``map_on_owners`` and ``OwnerState``: whole matrices on a single rank each."""
+"""``map_on_owners``: whole matrices on a single rank each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,18 +22,16 @@ from composable_fsdp import (
     fully_shard,
     get_full_grad,
     get_full_param,
-    load,
     optim_state_dict,
     plan,
-    save,
 )
 from composable_fsdp.access import full_shape
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.config import RowBlock
-from composable_fsdp.features import OwnerState, flat_parameters, map_on_owners
+from composable_fsdp.features import flat_parameters, map_on_owners
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
-from tests.support.sharded import RankCount, message_of
+from tests.support.sharded import message_of
 from tests.support.world import World
 
 LR, STEPS = 0.05, 4
@@ -259,150 +256,3 @@ def test_plain_parameters_are_computed_on_every_rank(world: World) -> None:
         assert torch.equal(result, 2 * value.double())
     assert full_shape(plain) == (2, 2)
     assert [full_shape(p) for p in model.parameters()] == [(5, 3), (5,)]
-
-
-def precondition(state: Any, whole: Tensor, p: Tensor) -> Tensor:
-    """A step of Shampoo: inverse fourth roots of both sums of squares."""
-    own = state[p]
-    own["step"] = own.get("step", 0) + 1
-    sides = {"left": whole @ whole.T, "right": whole.T @ whole}
-    for name, square in sides.items():
-        own[name] = own.get(name, torch.eye(len(square))) + square
-    return _root(own["left"]) @ whole @ _root(own["right"])
-
-
-def _root(square: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh(square)
-    root: Tensor = vectors @ torch.diag(values.pow(-0.25)) @ vectors.T
-    return root
-
-
-class Shampoo(torch.optim.Optimizer):
-    """Preconditioners m x m and n x n, on the owner of a matrix alone."""
-
-    works_on_shards = True
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-        self.owned = OwnerState(self.param_groups[0]["params"])
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        (group,) = self.param_groups
-        grads = [p.grad for p in group["params"]]
-        found = map_on_owners(group["params"], grads, partial(precondition, self.owned))
-        for p, update in zip(group["params"], found, strict=True):
-            if update is not None:
-                p.add_(update, alpha=-group["lr"])
-
-
-def train_and_compare(
-    world: World, model: nn.Module, plain: nn.Module, both: Any, steps: range
-) -> None:
-    train(world, model, plain, both, steps)
-    assert_equal(model, plain)
-
-
-def pair_of(**options: Any) -> tuple[nn.Module, nn.Module, Any]:
-    """Return the sharded and the plain model with their optimizers."""
-    model, plain = sharded("composable", **options), Matrices()
-    return model, plain, (Shampoo(model.parameters()), Shampoo(plain.parameters()))
-
-
-def require_equal(found: Any, expected: Any) -> None:
-    """Equal state of all matrices."""
-    assert found["shapes"] == expected["shapes"]
-    assert list(found["state"]) == list(expected["state"])
-    for number, values in expected["state"].items():
-        for name, value in values.items():
-            assert torch.equal(
-                torch.as_tensor(found["state"][number][name]), torch.as_tensor(value)
-            )
-
-
-def begin(world: World, folder: Path, name: str) -> None:
-    model, plain, both = pair_of(**OPTIONS[name](world))
-    train_and_compare(world, model, plain, both, range(2))
-    require_equal(both[0].owned.state_dict(), both[1].owned.state_dict())
-    save(folder / "saved", model, extra={"owned": both[0].owned})
-    if world.rank == 0:
-        saved = plain.state_dict(), both[1].owned.state_dict()
-        torch.save(saved, folder / "plain.pt")
-
-
-def go_on(world: World, folder: Path, options: dict[str, Any]) -> list[int]:
-    model, plain, both = pair_of(**options)
-    load(folder / "saved", model, extra={"owned": both[0].owned})
-    weights, state = torch.load(folder / "plain.pt")
-    plain.load_state_dict(weights)
-    both[1].owned.load_state_dict(state)
-    held = list(both[0].owned._values)
-    train_and_compare(world, model, plain, both, range(2, 4))
-    require_equal(both[0].owned.state_dict(), both[1].owned.state_dict())
-    return held
-
-
-@pytest.mark.req("M-05")
-@pytest.mark.parametrize(
-    ("first", "name", "then", "options"),
-    [(3, "full_shard", 2, {"block": Block.TENSOR}), (4, "hybrid", 1, {})],
-)
-def test_shampoo_goes_on_at_another_world_size(
-    ranks: RankCount,
-    tmp_path: Path,
-    first: int,
-    name: str,
-    then: int,
-    options: dict[str, Any],
-) -> None:
-    """Bit by bit as the whole model goes on; each state is on a single rank."""
-    ranks(first).run(begin, tmp_path, name)
-    held = ranks(then).run(go_on, tmp_path, options)
-    assert sorted(n for each in held for n in each) == list(range(1, 9))
-
-
-@on_ranks(2)
-def test_freezing_asks_to_move_the_state(world: World) -> None:
-    """Other ranks may own the matrices; the state goes on after the move."""
-    model, plain, both = pair_of()
-    train_and_compare(world, model, plain, both, range(1))
-    expected = both[0].owned.state_dict()
-    model.get_parameter("layers.2.0.weight").requires_grad_(False)
-    backward(model(torch.ones(6, 12)).sum())
-
-    text = message_of(both[0].step)
-    assert "state.load_state_dict(state.state_dict())" in text
-    both[0].owned.load_state_dict(both[0].owned.state_dict())
-    require_equal(both[0].owned.state_dict(), expected)
-
-
-@on_ranks(2)
-def test_a_load_that_fails_on_the_way_changes_nothing(world: World) -> None:
-    """The last state of each owner has no values to copy."""
-    model, plain, both = pair_of()
-    train(world, model, plain, both, range(1))
-    owned, expected = both[0].owned, both[0].owned.state_dict()
-    last = {n: {"L": torch.empty(2, device="meta")} for n in list(owned._values)[1:]}
-    doubled = {n: {"L": torch.ones(2)} for n in expected["state"]}
-
-    text = message_of(
-        lambda: owned.load_state_dict({**expected, "state": {**doubled, **last}})
-    )
-
-    assert text.startswith("NotImplementedError: Cannot copy out of meta")
-    require_equal(owned.state_dict(), expected)
-
-
-@on_ranks(2)
-def test_other_parameters_are_refused(world: World) -> None:
-    """Parameters of another rank, and state of other matrices."""
-    model, _, (optimizer, _) = pair_of()
-    owned = optimizer.owned
-    texts = [message_of(partial(owned.__getitem__, p)) for p in model.parameters()]
-    refused = [text for text in texts if text.startswith("CompositionError")]
-    assert 0 < len(refused) < len(texts)
-    assert "OwnerState expects parameters that this rank owns" in refused[0]
-    saved = owned.state_dict()
-    saved["shapes"] = saved["shapes"][::-1]
-    text = message_of(lambda: owned.load_state_dict(saved))
-    assert text.startswith("CheckpointError: OwnerState expects the state of")

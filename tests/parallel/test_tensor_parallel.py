@@ -26,7 +26,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.features import OwnerState, flat_parameters, map_on_owners
+from composable_fsdp.features import flat_parameters, map_on_owners
 from tests.parallel.models import (
     Recipe,
     average,
@@ -212,7 +212,6 @@ def test_what_does_not_know_of_the_second_axis_refuses_by_name(world: World) -> 
     calls: list[Callable[[], object]] = [
         lambda: map_on_owners([model.head.weight], [None], lambda whole, _: whole),
         lambda: optim_state_dict(copied, flat),
-        lambda: OwnerState([model.head.weight]).state_dict(),
     ]
     for call in calls:
         with pytest.raises(FSDPError, match="is part of") as caught:

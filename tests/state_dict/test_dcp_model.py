@@ -42,7 +42,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.optim.own_state_dict import local_state_dict
+from composable_fsdp.optim.save import local_state_dict
 from composable_fsdp.state_dict import dcp_caller
 from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.support.models import TinyGPT

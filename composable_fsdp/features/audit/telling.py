@@ -17,7 +17,7 @@ T = TypeVar("T")
 _OPTIM = f"{TORCH}optim/"
 _DOOR = f"{PACKAGE}doors/fsdp2_torch.py"
 """Wraps functions of torch, for all programs once FSDP2's names are used."""
-_OWNERS = f"{PACKAGE}features/owners/map_on_owners.py"
+_OWNERS = f"{PACKAGE}features/owners.py"
 _OWN_CALLS = tuple(
     f"{TORCH}{folder}/"
     for folder in ("optim", "distributed", "_dynamo", "_inductor", "_functorch", "fx")

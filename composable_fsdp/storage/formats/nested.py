@@ -21,7 +21,7 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
-from composable_fsdp.optim.scalars import is_scalar_shape
+from composable_fsdp.optim.flat_state import is_scalar_shape
 from composable_fsdp.storage.source import OWN_STATE, LazyTensor, Source, TensorInfo
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")

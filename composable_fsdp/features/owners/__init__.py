@@ -1,1 +1,0 @@
-"""Optimizers that need whole matrices, each computed on a single rank."""
