@@ -17,7 +17,6 @@ from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.nodes import twin_group
 from composable_fsdp.comm.operations import record
 from composable_fsdp.comm.placements import name_of
-from composable_fsdp.config import HYBRID
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.build import set_divisions
 from composable_fsdp.runtime.unshard import record_gathers
@@ -252,8 +251,9 @@ def register_comm_hook(
         hook: The function that reduces.
 
     Collective: none; in backward the collectives of ``hook``.
-    Raises: CompositionError, for hybrid strategies, or if a unit has a hook already;
-        TypeError, if ``hook`` is not callable. No hook is registered then.
+    Raises: CompositionError, if shards of gradients are summed over further ranks, or
+        if a unit has a hook already; TypeError, if ``hook`` is not callable. No hook is
+        registered then.
     """
     if not callable(hook):
         raise TypeError(
@@ -264,8 +264,7 @@ def register_comm_hook(
     # Check all units before the first unit changes.
     for unit in units:
         plan = unit.handle.layout.plan
-        is_more = plan.gradient_ranks < plan.shard_world_size
-        if unit.options.strategy in HYBRID or is_more:
+        if plan.shard_world_size > 1 and plan.sum_ranks > 1:
             raise CompositionError(
                 f"register_comm_hook was called with unit {unit.name} of strategy "
                 f"{name_of(unit.options.chosen)}: a hook reduces over one group to "

@@ -162,7 +162,8 @@ def test_whole_values_are_the_callers_own(
         values = taken()
     before = {name: value.clone() for name, value in values.items()}
     shapes = {value.shape for value in values.values() if value.dim()}
-    assert moved.shapes >= shapes if to_cpu else not moved.shapes
+    # torch moves the bytes of objects that ranks exchange by name, too.
+    assert moved.shapes >= shapes if to_cpu else not moved.shapes & shapes
     for value in values.values():
         assert value.untyped_storage().nbytes() == value.nbytes
         value.fill_(7)
