@@ -426,12 +426,12 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
             "way of sharding to another."
         )
     part = source.local if is_sharded else None
-    if isinstance(to, ShardedValue) and type(source) is Tensor:
+    if isinstance(to, ShardedValue) and not isinstance(source, ShardedValue):
         # Optimizers that load in place pass this rank's part.
         if source.shape == to.local.shape:
             part = source
-        # A load hook has made a full value, which torch copies into the parameter
-        # shown.
+        # A state dict or a load hook has a full value, which torch copies into the
+        # parameter shown.
         elif hooks_may_run() and source.shape == to.shape:
             whole = source if to.home is None else to.home.form.part(source)
             part = whole.reshape(-1)[to.start : to.stop].view(to.local.shape)
