@@ -8,7 +8,6 @@ settings of all-gathers and of memory change no result.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -147,11 +146,13 @@ def set_all_reduce_hook(
     The hook gets one tensor per region and reduction, ``(shard_numel,)`` in the reduce
     dtype: the result of the reduce-scatter and, for hybrid units, of the all-reduce,
     before the division by the number of ranks (NCCL has divided already). The hook
-    changes the tensor in place, for example by an all-reduce over further ranks.
+    changes the tensor in place, for example by an all-reduce over further ranks. The
+    hook runs on the stream of the reduction, which waits for it in any case; ``stream``
+    is FSDP2's argument and changes nothing.
 
     Collective: none; in backward the collectives of ``hook``.
-    Raises: CompositionError, if ``module`` is no fully sharded module, or if ``stream``
-        is given for a hybrid unit; TypeError, if ``hook`` is not callable.
+    Raises: CompositionError, if ``module`` is no fully sharded module; TypeError, if
+        ``hook`` is not callable.
     """
     if not callable(hook):
         raise TypeError(
@@ -159,14 +160,8 @@ def set_all_reduce_hook(
             f"{type(hook).__name__}."
         )
     for state in units_of(module, "set_all_reduce_hook", recurse=False):
-        if stream is not None and state.handle.groups.sum_ref is not None:
-            raise CompositionError(
-                f"set_all_reduce_hook got a stream for unit {state.name}, which "
-                "all-reduces over replicas on a stream of its own. Leave stream out."
-            )
         note_change([state])
-        rule = state.handle.rule
-        rule.after_sum = hook if stream is None else partial(_on_stream, hook, stream)
+        state.handle.rule.after_sum = hook
 
 
 def set_separate_reduce_scatter_group(
@@ -197,18 +192,6 @@ def set_separate_reduce_scatter_group(
             # The first forward records the groups of the units alone.
             record([group], agree=True)
             rule.group = GroupRef(group)
-
-
-def _on_stream(
-    hook: Callable[[Tensor], None], stream: torch.cuda.Stream, sums: Tensor
-) -> None:
-    """Call ``hook`` on ``stream``, between two waits of the current stream."""
-    # ``sums`` is written before the hook and read after it on the current stream.
-    current = torch.cuda.current_stream(sums.device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        hook(sums)
-    current.wait_stream(stream)
 
 
 def set_reduce_scatter_unused_params(

@@ -73,9 +73,10 @@ def unshard_params(
     Collective: all ranks must enter. Per unit an all-gather over the shard group; with
         ``rank0_only`` a gather per region instead, and with ``writeback`` a scatter per
         region on exit (and a broadcast over the replicate group). ``with_grads`` adds
-        the same for the gradients and an all-reduce of a byte per parameter. With
+        an all-reduce of a byte per parameter, the same gather, and with ``rank0_only``
+        and ``writeback`` a broadcast per gradient. With
         ``writeback`` the ranks agree on exit that no rank raised: an all-reduce of an
-        integer per group. ``check_same`` adds one of two numbers per parameter.
+        integer per group. ``check_same`` adds an all-gather of objects.
     Raises: PhaseError, inside forward, backward or another such block; the exception of
         the block, and DesyncError on the other ranks: all keep their old values;
         DesyncError, naming a parameter that ``check_same`` found to differ, or, before

@@ -27,11 +27,15 @@ from composable_fsdp.flat.param_ref import ParamRef, param_refs
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.recover import before_shard_write, require_between_steps
-from composable_fsdp.state_dict import lost_writes
-from composable_fsdp.state_dict.full import full_values, mismatch, sharded_value
+from composable_fsdp.state_dict.full import (
+    Shown,
+    forget_values,
+    full_values,
+    mismatch,
+    sharded_value,
+)
 from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.state_dict.shown import Shown
 from composable_fsdp.tree.root import meet_over
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
@@ -69,7 +73,7 @@ def load_from_state_dict(
     if not handle.layout.on_meta or not any(p is not None and p.is_meta for p in shown):
         require_between_steps(state, "load_state_dict")
     if _meet_to_load(state, prefix, error_msgs):
-        lost_writes.forget(state)
+        forget_values(state)
     # An unsharded unit would keep showing the old values.
     before_shard_write(state)
     # torch calls these hooks after the children have loaded, so each is given the full

@@ -11,6 +11,7 @@ alone. torch.distributed.checkpoint (DCP) asks the value for boxes::
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -27,9 +28,11 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.param_form import ParamForm
 from composable_fsdp.planning.boxes import Box, interval_boxes, moved
 from composable_fsdp.state_dict import dcp_caller as dcp
-from composable_fsdp.state_dict.shown import hooks_may_run
 
 Op = Callable[..., Any]
+
+SHOWN: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What units show in place of their parameters now, so that hooks of users may run."""
 
 Within = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape and offset of a rectangle, and the number of rectangles of the full value."""
@@ -59,16 +62,6 @@ class Home:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Home:
         return self
-
-
-def _operator(function: Op) -> Op:
-    """Return a method for an operator of Python, such as ``+``."""
-
-    # torch's own methods turn a TypeError into NotImplemented and lose its text.
-    def act(value: ShardedValue, other: Any) -> Any:
-        return function(value, other)
-
-    return act
 
 
 class ShardedValue(Tensor):
@@ -140,16 +133,11 @@ class ShardedValue(Tensor):
         if act is None and is_elementwise(func):
             act = _elementwise
         # Any other operator would take this rank's part for the full value.
-        if act is None and (func._schema.is_mutable or not hooks_may_run()):
+        if act is None and (func._schema.is_mutable or not SHOWN):
             given = next(v for v in args_of(args, kwargs) if isinstance(v, cls))
             raise TypeError(_refusal(func, given))
         return (act or _on_whole)(func, *args, **(kwargs or {}))
 
-    __add__ = __radd__ = _operator(torch.add)
-    __mul__ = __rmul__ = _operator(torch.mul)
-    __sub__, __rsub__ = _operator(torch.sub), _operator(torch.rsub)
-    __truediv__, __pow__ = _operator(torch.div), _operator(torch.pow)
-    __matmul__ = _operator(torch.matmul)
     __hash__ = Tensor.__hash__
 
     def __eq__(self, other: object) -> Any:
@@ -245,14 +233,6 @@ class ShardedValue(Tensor):
         return tuple(self.shape) if self.within is None else self.within[0]
 
     @property
-    def placements(self) -> None:
-        """Raise AttributeError with the way out: the value is no DTensor."""
-        raise AttributeError(_NO_DTENSOR)
-
-    device_mesh = placements
-    """As ``placements``."""
-
-    @property
     def is_partial(self) -> bool:
         """Whether other ranks hold other parts of the full value."""
         return self.world_size > 1 or self.within is not None
@@ -302,14 +282,6 @@ class ShardedValue(Tensor):
             )
         within = () if self.within is None else (None, self.within)
         return ShardedValue, (self.local, *self._cut, *within)
-
-
-_NO_DTENSOR = (
-    "A ShardedValue has no device_mesh and no placements: it is no DTensor, because a "
-    "flat buffer may be cut at any row. Pass full tensors to model.load_state_dict on "
-    "all ranks, in place of distribute_tensor; each rank keeps its part."
-)
-"""The text for attributes of a DTensor that scripts read."""
 
 
 def describe(value: ShardedValue) -> str:
@@ -432,7 +404,7 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
             part = source
         # A state dict or a load hook has a full value, which torch copies into the
         # parameter shown.
-        elif hooks_may_run() and source.shape == to.shape:
+        elif SHOWN and source.shape == to.shape:
             whole = source if to.home is None else to.home.form.part(source)
             part = whole.reshape(-1)[to.start : to.stop].view(to.local.shape)
     if part is None:

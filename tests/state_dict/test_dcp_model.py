@@ -253,7 +253,8 @@ def test_a_sharded_value_is_no_tensor_to_compute_with(world: World) -> None:
     whole = torch.zeros(6, 8)
     this_rank = "Use value.local for this rank's elements"
     acts: list[tuple[Callable[[], object], str]] = [
-        (lambda: value + whole, "values of the same cut, got a plain tensor of"),
+        (lambda: torch.add(value, whole), "same cut, got a plain tensor of"),
+        (lambda: value + whole, "unsupported operand type(s) for +"),
         (lambda: value[0], this_rank),
         (lambda: torch.cat([value, value]), this_rank),
         (lambda: whole.copy_(value), this_rank),
