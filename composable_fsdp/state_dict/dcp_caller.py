@@ -91,28 +91,15 @@ def _knowing(**facts: Any) -> Iterator[None]:
 
 def _with_request(run: Call, given: dict[str, Any]) -> Any:
     """Run a DCP function with its options in ``_running``."""
-    info, model = given.get("info"), given.get("model")
-    full = getattr(info, "full_state_dict", None)
-    to_cpu = getattr(info, "cpu_offload", None)
-    if not (
-        isinstance(full, bool)
-        and isinstance(to_cpu, bool)
-        and isinstance(model, nn.Module)
-    ):
-        raise CheckpointError(
-            f"{_MODULE} asks for a state dict; expected its options in 'info' and "
-            "'model', which this version of torch does not have. Use "
-            "module.state_dict() under state_dict_type(...), and "
-            "optim_state_dict(model, optim)."
-        )
-    with _knowing(request=DcpRequest(model, full, to_cpu)):
+    model, info = given["model"], given["info"]
+    request = DcpRequest(model, info.full_state_dict, info.cpu_offload)
+    with _knowing(request=request):
         return run()
 
 
 def _with_sharded_leaves(run: Call, given: dict[str, Any]) -> Any:
     """Run a DCP function for optimizers while modules show the sharded parameters."""
-    model = given.get("model")
-    states = _get_fsdp_states(model) if isinstance(model, nn.Module) else []
+    states = _get_fsdp_states(given["model"])
     shown = [s.handle for s in states if s.handle.residency is Residency.UNSHARDED]
     for handle in shown:
         residency.use_sharded(handle)

@@ -9,13 +9,11 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -41,7 +39,6 @@ from composable_fsdp import (
     state_dict_type,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from composable_fsdp.state_dict import dcp_caller
 from composable_fsdp.state_dict.sharded import ShardedValue
@@ -404,17 +401,6 @@ def test_functions_of_a_module_that_is_imported_later_are_replaced(
     assert (module.f(1), module.f(1, b=4), module.g(1)) == (3, 5, 3)
     assert seen == [{"a": 1}, {"a": 1, "b": 4}]
     assert not hasattr(module, "gone")
-
-
-def test_a_call_whose_options_are_not_known_is_refused(
-    one_rank: World,
-) -> None:
-    """As in a version of torch that names its options otherwise."""
-    model = fully_shard(nn.Linear(2, 2))
-    untyped: Any = torchs
-
-    with pytest.raises(CheckpointError, match="expected its options in 'info'"):
-        untyped._get_model_state_dict(model, SimpleNamespace(full=True))
 
 
 def models(path: str) -> list[tuple[nn.Module, Any]]:

@@ -366,19 +366,6 @@ def test_a_state_dict_on_one_rank_alone_is_an_error_that_says_so(
     assert "call state_dict() on every rank" in text
 
 
-@on_ranks(2)
-def test_a_value_without_dimensions_is_taken_from_one_with_a_dimension(
-    world: World,
-) -> None:
-    """As files from before torch 0.4 have it, be it a tensor or a parameter."""
-    model = tiny_mlp()
-    model.register_parameter("scale", nn.Parameter(torch.ones(())))
-    fully_shard(model)
-    for given in (torch.full((1,), 2.0), nn.Parameter(torch.full((1,), 3.0))):
-        model.load_state_dict(model.state_dict() | {"scale": given})
-        assert torch.equal(model.state_dict()["scale"], given[0])
-
-
 @pytest.mark.req("S1-31")
 @on_ranks(3)
 def test_a_sharded_part_of_a_plain_model_saves_and_loads_in_its_place(
