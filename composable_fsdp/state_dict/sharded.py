@@ -327,7 +327,7 @@ def _new_empty(func: Op, value: ShardedValue, size: Any, **kwargs: Any) -> Tenso
 
 def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply an operator to parts that are cut alike. Raises: TypeError, for others."""
-    given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+    given: list[Any] = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
     value = next(v for v in given if isinstance(v, ShardedValue))
     for each in given:
         is_sharded = isinstance(each, ShardedValue)
