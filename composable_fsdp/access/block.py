@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, _GeneratorContextManager
+from inspect import GEN_CREATED, getgeneratorstate
 from typing import Any, ParamSpec, cast
 
 from composable_fsdp.errors import warn
@@ -17,15 +18,11 @@ class _Block(_GeneratorContextManager[None]):
 
     def _recreate_cm(self) -> Any:
         # A decorator enters a copy for each call.
-        self._is_used = True
+        self.gen.close()
         return super()._recreate_cm()
 
-    def __enter__(self) -> None:
-        self._is_used = True
-        return super().__enter__()
-
     def __del__(self) -> None:
-        if not hasattr(self, "_is_used") and hasattr(self, "func"):
+        if getgeneratorstate(self.gen) == GEN_CREATED:
             name = self.func.__name__
             warn(
                 f"{name}(...) without `with` did nothing: write `with {name}(...):`.",

@@ -69,14 +69,8 @@ def count_common(
     chosen: Mapping[int, object], handles: Iterable[FlatParamHandle]
 ) -> int:
     """Return how many of ``chosen`` are on all ranks: all but plain experts."""
-    # Clipping calls this in every step; most models have no such unit.
-    own = [
-        leaf
-        for handle in handles
-        if handle.groups.experts_ref is not None
-        for leaf in handle.leaves
-    ]
-    return len(chosen) - sum(id(leaf) in chosen for leaf in own)
+    own = [h.leaves for h in handles if h.groups.experts_ref is not None]
+    return len(chosen) - sum(id(leaf) in chosen for leaves in own for leaf in leaves)
 
 
 def require_all_data(handle: FlatParamHandle, top: FlatParamHandle, what: str) -> None:

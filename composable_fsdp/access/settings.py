@@ -8,7 +8,6 @@ settings of all-gathers and of memory change no result.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.nodes import twin_group
 from composable_fsdp.comm.operations import record
 from composable_fsdp.comm.placements import name_of
-from composable_fsdp.config import HYBRID
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.build import set_divisions
 from composable_fsdp.runtime.unshard import record_gathers
@@ -148,11 +146,13 @@ def set_all_reduce_hook(
     The hook gets one tensor per region and reduction, ``(shard_numel,)`` in the reduce
     dtype: the result of the reduce-scatter and, for hybrid units, of the all-reduce,
     before the division by the number of ranks (NCCL has divided already). The hook
-    changes the tensor in place, for example by an all-reduce over further ranks.
+    changes the tensor in place, for example by an all-reduce over further ranks. The
+    hook runs on the stream of the reduction, which waits for it in any case; ``stream``
+    is FSDP2's argument and changes nothing.
 
     Collective: none; in backward the collectives of ``hook``.
-    Raises: CompositionError, if ``module`` is no fully sharded module, or if ``stream``
-        is given for a hybrid unit; TypeError, if ``hook`` is not callable.
+    Raises: CompositionError, if ``module`` is no fully sharded module; TypeError, if
+        ``hook`` is not callable.
     """
     if not callable(hook):
         raise TypeError(
@@ -160,14 +160,8 @@ def set_all_reduce_hook(
             f"{type(hook).__name__}."
         )
     for state in units_of(module, "set_all_reduce_hook", recurse=False):
-        if stream is not None and state.handle.groups.sum_ref is not None:
-            raise CompositionError(
-                f"set_all_reduce_hook got a stream for unit {state.name}, which "
-                "all-reduces over replicas on a stream of its own. Leave stream out."
-            )
         note_change([state])
-        rule = state.handle.rule
-        rule.after_sum = hook if stream is None else partial(_on_stream, hook, stream)
+        state.handle.rule.after_sum = hook
 
 
 def set_separate_reduce_scatter_group(
@@ -198,18 +192,6 @@ def set_separate_reduce_scatter_group(
             # The first forward records the groups of the units alone.
             record([group], agree=True)
             rule.group = GroupRef(group)
-
-
-def _on_stream(
-    hook: Callable[[Tensor], None], stream: torch.cuda.Stream, sums: Tensor
-) -> None:
-    """Call ``hook`` on ``stream``, between two waits of the current stream."""
-    # ``sums`` is written before the hook and read after it on the current stream.
-    current = torch.cuda.current_stream(sums.device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        hook(sums)
-    current.wait_stream(stream)
 
 
 def set_reduce_scatter_unused_params(
@@ -252,8 +234,9 @@ def register_comm_hook(
         hook: The function that reduces.
 
     Collective: none; in backward the collectives of ``hook``.
-    Raises: CompositionError, for hybrid strategies, or if a unit has a hook already;
-        TypeError, if ``hook`` is not callable. No hook is registered then.
+    Raises: CompositionError, if shards of gradients are summed over further ranks, or
+        if a unit has a hook already; TypeError, if ``hook`` is not callable. No hook is
+        registered then.
     """
     if not callable(hook):
         raise TypeError(
@@ -264,8 +247,7 @@ def register_comm_hook(
     # Check all units before the first unit changes.
     for unit in units:
         plan = unit.handle.layout.plan
-        is_more = plan.gradient_ranks < plan.shard_world_size
-        if unit.options.strategy in HYBRID or is_more:
+        if plan.shard_world_size > 1 and plan.sum_ranks > 1:
             raise CompositionError(
                 f"register_comm_hook was called with unit {unit.name} of strategy "
                 f"{name_of(unit.options.chosen)}: a hook reduces over one group to "

@@ -17,14 +17,7 @@ from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
 from composable_fsdp.flat.param_form import mesh_groups
 from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
-from composable_fsdp.naming import (
-    did_you_mean,
-    join_name,
-    listed,
-    quoted,
-    strip_wrapper,
-)
-from composable_fsdp.planning import walk
+from composable_fsdp.naming import did_you_mean, listed, quoted, strip_wrapper
 from composable_fsdp.runtime.recover import before_shard_write, require_between_steps
 from composable_fsdp.tree.root import compare_models, meet_over
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
@@ -148,17 +141,9 @@ def unit_of(found: ParamRef) -> _FSDPState:
 def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Parameter:
     """Return the parameter of this name. Raises: CompositionError; PhaseError."""
     require_module(module, what)
-    # By place: ``named_parameters`` recurses, and a class may override it.
-    known: dict[str, nn.Parameter] = {
-        join_name(path, key): parameter
-        for path, each in walk.named(module)
-        for key, parameter in each._parameters.items()
-        if parameter is not None
-    }
+    named = module.named_parameters(remove_duplicate=False)
+    known = {strip_wrapper(name): parameter for name, parameter in named}
     name = strip_wrapper(fqn)
-    if name not in known:
-        others = module.named_parameters(remove_duplicate=False)
-        known |= {strip_wrapper(other): parameter for other, parameter in others}
     if name not in known:
         raise CompositionError(
             f"{what}: {type(module).__name__} has no parameter {fqn!r}"

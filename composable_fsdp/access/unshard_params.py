@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import nn
 
@@ -26,13 +26,8 @@ from composable_fsdp.planning import walk
 from composable_fsdp.runtime.offload import synchronize_copy_stream
 from composable_fsdp.runtime.recover import settle_tree
 from composable_fsdp.runtime.unshard import free_oldest
-from composable_fsdp.tree.root import compare_models, ensure_root, meet_over, outermost
-from composable_fsdp.tree.state import (
-    Summon,
-    _FSDPState,
-    _get_module_fsdp_state,
-    is_in_block,
-)
+from composable_fsdp.tree.root import compare_models, meet_over, outermost
+from composable_fsdp.tree.state import Summon, _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
 
 
@@ -73,9 +68,10 @@ def unshard_params(
     Collective: all ranks must enter. Per unit an all-gather over the shard group; with
         ``rank0_only`` a gather per region instead, and with ``writeback`` a scatter per
         region on exit (and a broadcast over the replicate group). ``with_grads`` adds
-        the same for the gradients and an all-reduce of a byte per parameter. With
+        an all-reduce of a byte per parameter, the same gather, and with ``rank0_only``
+        and ``writeback`` a broadcast per gradient. With
         ``writeback`` the ranks agree on exit that no rank raised: an all-reduce of an
-        integer per group. ``check_same`` adds one of two numbers per parameter.
+        integer per group. ``check_same`` adds an all-gather of objects.
     Raises: PhaseError, inside forward, backward or another such block; the exception of
         the block, and DesyncError on the other ranks: all keep their old values;
         DesyncError, naming a parameter that ``check_same`` found to differ, or, before
@@ -142,7 +138,6 @@ def _summoned(
             synchronize_copy_stream(context)
 
 
-@contextmanager
 def _unshard_params_recurse(
     module: nn.Module,
     state: _FSDPState,
@@ -151,24 +146,16 @@ def _unshard_params_recurse(
     rank0_only: bool,
     offload_to_cpu: bool = False,
     with_grads: bool = False,
-) -> Iterator[None]:
-    """Show full parameters of a unit and, with ``recurse``, of the units below.
-
-    The name and the arguments are FSDP1's. Collective, Raises: as ``unshard_params``.
-    """
-    # Inside another block of the tree the mark is set already.
-    marked = [] if is_in_block(ensure_root(state)) else [state]
-    with (
-        _summoned(marked, rank0_only=rank0_only),
-        _unshard_states(
-            _get_fsdp_states(module) if recurse else [state],
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        ),
-    ):
-        yield
+) -> AbstractContextManager[None]:
+    """Return ``unshard_params`` under FSDP1's name, with its arguments."""
+    return unshard_params(
+        module if recurse else state.module,
+        recurse=recurse,
+        writeback=writeback,
+        rank0_only=rank0_only,
+        offload_to_cpu=offload_to_cpu,
+        with_grads=with_grads,
+    )
 
 
 _ENTER_EVERYWHERE = (

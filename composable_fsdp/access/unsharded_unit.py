@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from math import prod
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +26,7 @@ from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.memory import is_at
 from composable_fsdp.flat.param_ref import param_refs, place_path, slot_path
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.region import part_of
 from composable_fsdp.flat.residency import version_of, written
 from composable_fsdp.flat.value_hash import hash_values
 from composable_fsdp.naming import quoted
@@ -179,40 +179,46 @@ class UnshardedUnit:
             if any rank has a gradient, an all-gather, or with ``rank0_only`` a gather
             per region.
         """
-        handle, group = self.handle, self.handle.groups.shard
-        own = [g for region in handle.layout.regions for g in leaf_gradients(region)]
+        handle, regions = self.handle, self.handle.layout.regions
+        own = [leaf_gradients(region) for region in regions]
         # A rank without elements of a parameter has no gradient, but must send alike:
         # agree first which parameters have one.
-        has = self._flags(own)
-        if group is not None and has.numel():
-            collectives.all_reduce(has, group, maximum=True)
-        wanted = has.tolist()
-        if not any(wanted):
-            return
+        has = self._flags([*chain(*own)])
+        if handle.groups.shard is not None and has.numel():
+            collectives.all_reduce(has, handle.groups.shard, maximum=True)
+        flags = iter(has.tolist())
+        wanted = [[next(flags) for _ in region.leaves] for region in regions]
+        shards = []
         # Copies, because ``.grad`` of single parameters may be tensors of the user.
-        parts = self._by_region(wanted, own)
-        shards = [_laid(handle, *each, whole=False)[0] for each in parts]
+        for region, each, gradients in zip(regions, wanted, own, strict=True):
+            layout = region.layout
+            numel = layout.shard_numel if any(each) else 0
+            device = handle.layout.device
+            shards.append(memory.new_buffer(numel, layout.dtype, device).zero_())
+            views = shard_views(region.cuts, shards[-1])[0] if numel else ()
+            for view, gradient in zip(views, gradients, strict=False):
+                if gradient is not None:
+                    view.copy_(gradient)
+        if not any(shard.numel() for shard in shards):
+            return
         fulls = gather_flat_values(handle, shards, first_only=self.rank0_only)
-        shown = self._by_region(wanted, self.leaves) if self.leaves else ()
-        for (region, flags, leaves), full in zip(shown, fulls, strict=False):
-            if not any(flags):
-                continue
+        leaves = iter(self.leaves)
+        for region, each, full in zip(regions, wanted, fulls, strict=False):
             # As the full parameters with offload_to_cpu.
-            views, _ = full_views(region.layout, full.cpu() if to_cpu else full)
-            for leaf, view, flag, slot in zip(
-                leaves, views, flags, region.layout.parameters, strict=True
-            ):
+            here = full.cpu() if to_cpu else full
+            views = full_views(region.layout, here)[0] if full.numel() else each
+            slots = region.layout.parameters
+            for slot, view, flag, leaf in zip(slots, views, each, leaves, strict=False):
                 # A DTensor takes no plain tensor as ``.grad``.
-                whole = handle.layout.forms[slot.index].shown(view)
-                leaf.grad = whole if flag else None
+                form = handle.layout.forms[slot.index]
+                leaf.grad = form.shown(view) if flag else None
 
     @torch.no_grad()
     def write_gradients(self) -> None:
         """Set the sharded gradients to this rank's part of the block's full gradients.
 
-        Collective: none; with ``rank0_only`` a single broadcast with a byte per
-            parameter over the shard group and over the replicate group, and a scatter
-            per region.
+        Collective: none; with ``rank0_only`` over the shard group and over the
+            replicate group a broadcast with a byte per parameter, and one per gradient.
         """
         handle = self.handle
         # The block may have set gradients of other placements, or sparse ones, which
@@ -222,61 +228,34 @@ class UnshardedUnit:
             for ref, leaf in zip(param_refs(handle), self.leaves, strict=False)
         ]
         has = self._flags(given)
-        # Only rank 0 knows which gradients the block left; the scatter below needs the
-        # same regions on all ranks.
-        if self.rank0_only:
-            for group in handle.groups.present:
-                collectives.broadcast(has, group)
-        held = [gradient is not None for gradient in given]
-        parts = self._by_region(held, given) if given else ()
-        fulls = [_laid(handle, *each, whole=True)[0] for each in parts]
-        flags_of = list(self._by_region(has.tolist()))
-        made = [_laid(handle, *each, whole=False) for each in flags_of]
-        shards = [shard for shard, _ in made]
-        spread_flat_values(handle, shards, fulls, from_first=self.rank0_only)
-        for (region, flags), (_, views) in zip(flags_of, made, strict=True):
-            if not any(flags):
-                for parameter in region.graded:
-                    parameter.grad = None
-                continue
-            for i, (flag, view) in enumerate(zip(flags, views, strict=True)):
-                set_leaf_gradient(handle, region, i, view if flag else None)
+        # Only rank 0 knows which gradients the block left.
+        sends = handle.groups.present if self.rank0_only else ()
+        for group in sends:
+            collectives.broadcast(has, group)
+        values, flags = iter(given or [None] * len(has)), iter(has.tolist())
+        for region in handle.layout.regions:
+            wanted = [next(flags) for _ in region.leaves]
+            for index, (slot, flag) in enumerate(
+                zip(region.layout.parameters, wanted, strict=True)
+            ):
+                value, part = next(values), None
+                if flag:
+                    numel, device = prod(slot.shape), handle.layout.device
+                    if value is None:
+                        value = memory.new_buffer(numel, region.layout.dtype, device)
+                    whole = value.to(device).contiguous()
+                    for group in sends if numel else ():
+                        collectives.broadcast(whole, group)
+                    part = part_of(region, slot, whole, like=region.leaves[index])
+                set_leaf_gradient(handle, region, index, part)
+            for parameter in () if any(wanted) else region.graded:
+                parameter.grad = None
 
     def _flags(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Return a byte per parameter on the compute device: 1 with a gradient."""
         held = [g is not None for g in gradients] or [False] * len(self.handle.leaves)
         device = self.handle.layout.device
         return torch.tensor(held, dtype=torch.uint8, device=device)
-
-    def _by_region(self, *values: Sequence[Any]) -> Iterator[Any]:
-        """Yield each region with its part of ``values``, an entry per parameter."""
-        start = 0
-        for region in self.handle.layout.regions:
-            stop = start + len(region.leaves)
-            yield region, *(each[start:stop] for each in values)
-            start = stop
-
-
-def _laid(
-    handle: FlatParamHandle,
-    region: FlatParameter,
-    flags: Sequence[Any],
-    gradients: Sequence[Tensor | None] = (),
-    *,
-    whole: bool,
-) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return gradients as ``full`` or the shard lies, and views; empty without any."""
-    layout = region.layout
-    numel = layout.padded_numel if whole else layout.shard_numel
-    numel = numel if any(flags) else 0
-    buffer = memory.new_buffer(numel, layout.dtype, handle.layout.device).zero_()
-    if not any(flags):
-        return buffer, ()
-    cut = full_views(layout, buffer) if whole else shard_views(region.cuts, buffer)
-    for gradient, view in zip(gradients, cut[0], strict=False):
-        if gradient is not None:
-            view.copy_(gradient)
-    return buffer, cut[0]
 
 
 @contextmanager
@@ -326,8 +305,7 @@ def _unshard_state(
 def require_same_values(unit: UnshardedUnit) -> None:
     """Refuse full values of a block that differ between the unit's ranks.
 
-    Collective: a single all-reduce with two numbers per parameter over the shard group
-        and over the replicate group.
+    Collective: an all-gather of objects over the shard and the replicate group.
     Raises: DesyncError with the parameter's name, on all ranks alike.
     """
     handle = unit.handle
@@ -341,20 +319,16 @@ def require_same_values(unit: UnshardedUnit) -> None:
     # Where a rank raised, nothing is written.
     if not (whole and unit.is_agreed):
         return
-    mine = hash_values(whole).to(handle.layout.device)
-    # A single maximum gives the maximum and, of the inverted bits, the minimum; equal
-    # ends mean equal values on all ranks. The negative would overflow.
-    ends = torch.cat([mine, ~mine])
+    told = [hash_values(whole).tolist()]
     for group in handle.groups.present:
-        collectives.all_reduce(ends, group, maximum=True)
-    largest, smallest = ends[: len(names)], ~ends[len(names) :]
-    unlike = (largest != smallest).tolist()
-    if any(unlike):
-        count = sum(unlike)
-        more = f" and {count - 1} more of its unit" if count > 1 else ""
+        # After the first group a rank passes on what the whole group has.
+        told = [*chain(*collectives.all_gather_object(told, group))]
+    unlike = [n for n, *each in zip(names, *told, strict=True) if len(set(each)) > 1]
+    if unlike:
+        more = f" and {len(unlike) - 1} more of its unit" if unlike[1:] else ""
         raise DesyncError(
-            f"Parameter {quoted(names[unlike.index(True)])}{more} was written "
-            "differently on the ranks inside unshard_params, where each rank keeps the "
-            "part that it holds; nothing was written. Write the same on every rank, or "
-            "pass rank0_only=True to give all of them rank 0's values."
+            f"Parameter {quoted(unlike[0])}{more} was written differently on the ranks "
+            "inside unshard_params, where each rank keeps the part that it holds; "
+            "nothing was written. Write the same on every rank, or pass "
+            "rank0_only=True to give all of them rank 0's values."
         )

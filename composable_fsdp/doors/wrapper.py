@@ -237,6 +237,9 @@ class FullyShardedDataParallel(Attributes, PlainNames):
 
         Error texts show plain names, too. Raises: the errors of the unit's load hook.
         """
+        if type(self.module).load_state_dict is not nn.Module.load_state_dict:
+            # torch asks no module below the outermost one for a method of its own.
+            return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
         copied = OrderedDict(state_dict)
         # torch looks a module's version up by the module's path, which contains the
         # wrapper component; the saved metadata is keyed by plain names.

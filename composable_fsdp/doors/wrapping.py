@@ -12,7 +12,7 @@ from torch import nn
 from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.policies import is_named
-from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks
+from composable_fsdp.state_dict.hooks import install_wrapper_hooks
 
 
 class PlainNames(nn.Module):

@@ -16,7 +16,7 @@ Names checked on torch 2.13 and 2.11: the functions in ``_waiting``, the attribu
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
@@ -52,16 +52,10 @@ class DcpRequest(NamedTuple):
     """Copy the tensors to host memory."""
 
 
-class _Running(NamedTuple):
-    """What is known of the DCP call that runs."""
-
-    request: DcpRequest | None = None
-    saving_ranks: int | None = None
-    """The number of ranks that save; None if DCP is not saving."""
-
-
 # A context variable and not a global: async_save runs DCP in another thread.
-_running: ContextVar[_Running] = ContextVar("dcp_running", default=_Running())  # noqa: B039  # immutable
+_facts: ContextVar[Mapping[str, Any]] = ContextVar("dcp_facts", default={})  # noqa: B039  # never changed
+"""What is known of the DCP call that runs: ``request``, and ``saving_ranks``, their
+number."""
 
 Call = Callable[..., Any]
 """Any function."""
@@ -69,43 +63,30 @@ Call = Callable[..., Any]
 
 def dcp_request() -> DcpRequest | None:
     """Return the options of the running DCP call; None if no call is running."""
-    return _running.get().request
+    return _facts.get().get("request")
 
 
 @contextmanager
 def _knowing(**facts: Any) -> Iterator[None]:
     """Have hooks know ``facts`` while the block runs."""
-    token = _running.set(_running.get()._replace(**facts))
+    token = _facts.set({**_facts.get(), **facts})
     try:
         yield
     finally:
-        _running.reset(token)
+        _facts.reset(token)
 
 
 def _with_request(run: Call, given: dict[str, Any]) -> Any:
-    """Run a DCP function with its options in ``_running``."""
-    info, model = given.get("info"), given.get("model")
-    full = getattr(info, "full_state_dict", None)
-    to_cpu = getattr(info, "cpu_offload", None)
-    if not (
-        isinstance(full, bool)
-        and isinstance(to_cpu, bool)
-        and isinstance(model, nn.Module)
-    ):
-        raise CheckpointError(
-            f"{_MODULE} asks for a state dict; expected its options in 'info' and "
-            "'model', which this version of torch does not have. Use "
-            "module.state_dict() under state_dict_type(...), and "
-            "optim_state_dict(model, optim)."
-        )
-    with _knowing(request=DcpRequest(model, full, to_cpu)):
+    """Run a DCP function with its options known."""
+    model, info = given["model"], given["info"]
+    request = DcpRequest(model, info.full_state_dict, info.cpu_offload)
+    with _knowing(request=request):
         return run()
 
 
 def _with_sharded_leaves(run: Call, given: dict[str, Any]) -> Any:
     """Run a DCP function for optimizers while modules show the sharded parameters."""
-    model = given.get("model")
-    states = _get_fsdp_states(model) if isinstance(model, nn.Module) else []
+    states = _get_fsdp_states(given["model"])
     shown = [s.handle for s in states if s.handle.residency is Residency.UNSHARDED]
     for handle in shown:
         residency.use_sharded(handle)
@@ -136,7 +117,7 @@ def _with_init_step(run: Call, given: dict[str, Any]) -> Any:
 
 
 def _with_saving_ranks(run: Call, given: dict[str, Any]) -> Any:
-    """Run DCP's save function with the number of saving ranks in ``_running``."""
+    """Run DCP's save function with the number of saving ranks known."""
     count = 1
     # With ``no_dist`` a single process saves, also inside an initialized process group.
     if not given.get("no_dist") and dist.is_initialized():
@@ -206,21 +187,14 @@ def _put_in_front(module: ModuleType, wrappers: dict[str, Call]) -> None:
     for name, front in wrappers.items():
         function = getattr(module, name, None)
         if function is not None:
-            setattr(module, name, _in_front(function, front))
+            setattr(module, name, wraps(function)(partial(_call, function, front)))
 
 
-def _in_front(function: Call, front: Call) -> Call:
-    """Return ``function`` with the wrapper ``front`` around each call."""
+def _call(function: Call, front: Call, *args: Any, **kwargs: Any) -> Any:
+    """Call ``front`` with the call of ``function``, and the arguments by name."""
     # By name, because torch's callers pass some arguments by position.
-    bind = signature(function).bind
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return front(
-            partial(function, *args, **kwargs), bind(*args, **kwargs).arguments
-        )
-
-    return call
+    given = signature(function).bind(*args, **kwargs).arguments
+    return front(partial(function, *args, **kwargs), given)
 
 
 class _Finder(MetaPathFinder):
@@ -270,7 +244,7 @@ def write_items(
     from torch.distributed.checkpoint import planner
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
-    ranks = _running.get().saving_ranks
+    ranks = _facts.get().get("saving_ranks")
     if ranks is None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
     # Of a save on a single rank DCP does not check that the boxes cover the tensor, and

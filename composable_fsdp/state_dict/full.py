@@ -1,22 +1,29 @@
-"""The parameters of a unit as state dicts have them: full, or this rank's parts."""
+"""The parameters of a unit as state dicts have them: full, or this rank's parts.
+
+And modules that show such values in place of their sharded parameters.
+"""
 
 from __future__ import annotations
 
+import logging
+import weakref
+from collections.abc import Iterator, Mapping
 from math import prod
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.access.gather import gather_whole
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import FlatParamHandle, Table
 from composable_fsdp.flat.param_ref import ParamRef, in_model_order, param_refs
+from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.offload import on_device
 from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.state_dict.sharded import Home, ShardedValue, describe
-from composable_fsdp.state_dict.shown import placed
+from composable_fsdp.state_dict.sharded import SHOWN, Home, ShardedValue, describe
 from composable_fsdp.tree.state import _FSDPState
 
 
@@ -140,3 +147,128 @@ def mismatch(ref: ParamRef, value: ShardedValue) -> str:
         "layout. Save them with torch.distributed.checkpoint and load that into this "
         "model's own state_dict(), or save under FULL_STATE_DICT."
     )
+
+
+class Shown:
+    """Parameters over given values, in the places of the unit's own parameters."""
+
+    __slots__ = ("__weakref__", "_buffers", "_kept", "parameters", "state")
+
+    def __init__(self, state: _FSDPState) -> None:
+        self.state = state
+        self.parameters: dict[int, nn.Parameter] = {}
+        """The parameters that the modules show, by slot index."""
+        self._kept: list[tuple[Table, str, nn.Parameter]] = []
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+
+    def show(self, values: Mapping[int, Tensor]) -> None:
+        """Register a parameter over each value, by slot index, at all its places."""
+        SHOWN.add(self)
+        for index, table, key, leaf in placed(self.state.handle):
+            if index in values and (shown := table.get(key)) is not None:
+                # A tied parameter is one object at all its places.
+                if index not in self.parameters:
+                    self.parameters[index] = _parameter(values[index], leaf)
+                self._kept.append((table, key, shown))
+                table[key] = self.parameters[index]
+
+    def show_buffer(self, buffer: Tensor, value: Tensor) -> None:
+        """Give a buffer the data of ``value``."""
+        self._buffers.append((buffer, buffer.data))
+        buffer.data = value
+
+    def hide(self) -> None:
+        """Register the earlier parameters again."""
+        SHOWN.discard(self)
+        for table, key, before in self._kept:
+            table[key] = before
+        # In reverse, because a buffer that modules share was changed several times.
+        for buffer, data in reversed(self._buffers):
+            buffer.data = data
+
+    def changed(self) -> Iterator[tuple[int, Tensor | None]]:
+        """Yield slot index and present value of parameters written to or replaced."""
+        for index, table, key, _ in placed(self.state.handle):
+            made, now = self.parameters.get(index), table.get(key)
+            if made is not None and (now is not made or now._version):
+                yield index, now
+
+
+def placed(
+    handle: FlatParamHandle,
+) -> Iterator[tuple[int, Table, str, nn.Parameter]]:
+    """Yield slot index, table, key and sharded leaf of each place in the modules."""
+    for place, swap in zip(handle.layout.places, handle.swaps, strict=True):
+        yield place.slot_index, *swap[:3]
+
+
+def _parameter(value: Tensor, leaf: nn.Parameter) -> nn.Parameter:
+    """Return a parameter over ``value`` with the attributes of ``leaf``; version 0."""
+    made = nn.Parameter(value.detach(), requires_grad=leaf.requires_grad)
+    # Attributes of the user. The parts of a sharded value are attributes, too.
+    for name, attribute in vars(leaf).items():
+        vars(made).setdefault(name, attribute)
+    return made
+
+
+def owns_below(state: _FSDPState, module: nn.Module) -> bool:
+    """Return whether ``module``, of the unit, holds parameters of the unit."""
+    if module is state.module and len(state.modules) == 1:
+        return True
+    inside = set(map(id, module.modules()))
+    return any(id(owner) in inside for owner in state.handle.layout.owners)
+
+
+_log = logging.getLogger("composable_fsdp.state_dict")
+
+_Given = tuple[str, "weakref.ref[Tensor]", Tensor, int]
+"""Name, value, a tensor without elements that has its version counter, the version."""
+
+_given: weakref.WeakKeyDictionary[_FSDPState, list[_Given]] = (
+    weakref.WeakKeyDictionary()
+)
+_told: weakref.WeakSet[_FSDPState] = weakref.WeakSet()
+
+
+def watch_values(state: _FSDPState, values: Mapping[str, Any]) -> None:
+    """Note the values that ``state_dict()`` returns for a unit, none kept alive.
+
+    The values are copies: an average that is kept by writes into ``state_dict()`` of
+    the averaged model would never move.
+    """
+    found = _given[state] = []
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            counter = value.detach()
+            # Other memory, and the version counter stays the value's.
+            if isinstance(counter, ShardedValue):
+                counter.local = counter.local.new_empty(0)
+            else:
+                counter.data = value.new_empty(0)
+            found.append((name, weakref.ref(value), counter, value._version))
+
+
+def forget_values(state: _FSDPState) -> None:
+    """Forget the values: the model loads, perhaps these values."""
+    _given.pop(state, None)
+
+
+def tell_of_lost_writes(state: _FSDPState) -> None:
+    """Log, once a unit, if the values given last were written to and dropped."""
+    written = [
+        quoted(name)
+        for name, value, counter, version in _given.pop(state, ())
+        # Values that are kept belong to the caller, who may change and save them.
+        if counter._version != version and value() is None
+    ]
+    if written and state not in _told:
+        _told.add(state)
+        _log.warning(
+            "Values of state_dict() of %s were written to in place and dropped (%s). "
+            "They are copies, and the model has not changed. For an average of the "
+            "weights update the parameters: torch.optim.swa_utils.AveragedModel, or a "
+            "loop over average.parameters() and model.parameters(). To write full "
+            "values use unshard_params(model), or model.load_state_dict(values).",
+            state.title,
+            listed(written),
+        )

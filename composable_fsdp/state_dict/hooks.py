@@ -13,6 +13,7 @@ The first module of a unit that is called begins, and the same module ends.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -25,12 +26,18 @@ from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.state_dict import dcp_caller, lost_writes
-from composable_fsdp.state_dict.full import full_values, sharded_values
+from composable_fsdp.state_dict import dcp_caller
+from composable_fsdp.state_dict.full import (
+    Shown,
+    full_values,
+    owns_below,
+    sharded_values,
+    tell_of_lost_writes,
+    watch_values,
+)
 from composable_fsdp.state_dict.loading import load_from_state_dict
 from composable_fsdp.state_dict.other_experts import add_other_experts
 from composable_fsdp.state_dict.settings import effective_settings
-from composable_fsdp.state_dict.shown import Shown, owns_below
 from composable_fsdp.tree.root import compare_models, meet_over, outermost
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.traversal import walk_states
@@ -115,7 +122,7 @@ def _begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     saving.first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
     # A part without parameters of the unit does not gather.
     if owns_below(state, module):
-        lost_writes.tell(state)
+        tell_of_lost_writes(state)
         # Any rank may ask for local values alone.
         if settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
             require_all_data(state.handle, outermost(state).handle, "state_dict")
@@ -146,8 +153,6 @@ def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) 
     _running.pop(state).hide()
     kind = saving.settings.state_dict_type
     keys = [*_keys(state, module, prefix, state_dict)]
-    if kind is StateDictType.SHARDED_STATE_DICT:
-        lost_writes.tell_of_parts(state, module, prefix, state_dict, keys)
     if state.handle.groups.experts is not None:
         add_other_experts(
             state, module, prefix, keys, state_dict, kind, first_only=saving.first_only
@@ -161,7 +166,7 @@ def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) 
         for key in below:
             if isinstance(state_dict[key], Tensor):
                 state_dict[key] = state_dict[key].cpu()
-    lost_writes.watch(state, {key: state_dict.get(key) for key in keys})
+    watch_values(state, {key: state_dict.get(key) for key in keys})
 
 
 def _keys(
@@ -222,3 +227,50 @@ def _meet_to_gather(
         call = Call("state_dict", state.title, details, _SAVE_EVERYWHERE)
         meet_over(dict.fromkeys([state, *cut]), call)
     compare_models(state, replicas=False)
+
+
+def install_wrapper_hooks(wrapper: nn.Module, component: str) -> None:
+    """Install hooks: remove ``component`` on save, insert ``component`` on load.
+
+    ::
+
+        state_dict        a._fsdp_wrapped_module.weight  ->  a.weight
+        load_state_dict   a.weight  ->  a._fsdp_wrapped_module.weight
+    """
+    hooks: Any = wrapper  # torch does not annotate these methods
+    hooks._register_state_dict_hook(partial(_strip_keys, component))
+    hooks.register_load_state_dict_pre_hook(partial(_add_component, component))
+    hooks.register_load_state_dict_post_hook(_strip_reports)
+
+
+def _strip_keys(
+    component: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Rename the wrapped module's keys and metadata to the wrapper's names."""
+    inner = f"{prefix}{component}"
+    # The wrapped module's entries were added last, so the order stays.
+    _rename(state_dict, inner + ".", prefix)
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        # The wrapped module's metadata (its version) moves to the wrapper's path.
+        metadata[prefix[:-1]] = metadata.pop(inner, metadata.get(prefix[:-1]))
+        _rename(metadata, inner + ".", prefix)
+
+
+def _rename(table: dict[str, Any], old: str, new: str) -> None:
+    """Replace the prefix ``old`` of keys by ``new``, in place."""
+    for key in [key for key in table if key.startswith(old)]:
+        table[new + key[len(old) :]] = table.pop(key)
+
+
+def _add_component(
+    component: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Insert the component into the keys below the wrapper, before torch loads them."""
+    _rename(state_dict, prefix, f"{prefix}{component}.")
+
+
+def _strip_reports(module: nn.Module, incompatible_keys: Any) -> None:
+    """Remove components from the reported missing and unexpected keys."""
+    for keys in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys):
+        keys[:] = [strip_wrapper(key) for key in keys]

@@ -2,7 +2,8 @@
 
 torch loads module by module, ``module._load_from_state_dict``, and so does this file::
 
-    no code of the user runs     own entries -> shards; torch copies each onto itself
+    no code of the user runs     the module shows sharded values over the shards, whose
+                                 ``copy_`` takes this rank's part
     hooks, overridden methods    the unit shows full parameters (or sharded values), all
                                  runs as on the plain model, and this rank's part of
                                  the values written goes into the shards
@@ -10,7 +11,7 @@ torch loads module by module, ``module._load_from_state_dict``, and so does this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -23,14 +24,18 @@ from composable_fsdp.comm.meeting import Call
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.param_ref import ParamRef, param_refs
-from composable_fsdp.naming import listed, quoted, strip_wrapper
+from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.recover import before_shard_write, require_between_steps
-from composable_fsdp.state_dict import lost_writes
-from composable_fsdp.state_dict.full import full_values, mismatch, sharded_values
+from composable_fsdp.state_dict.full import (
+    Shown,
+    forget_values,
+    full_values,
+    mismatch,
+    sharded_value,
+)
 from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.state_dict.shown import Shown
 from composable_fsdp.tree.root import meet_over
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
@@ -68,9 +73,7 @@ def load_from_state_dict(
     if not handle.layout.on_meta or not any(p is not None and p.is_meta for p in shown):
         require_between_steps(state, "load_state_dict")
     if _meet_to_load(state, prefix, error_msgs):
-        # Before the first write, so that a refusal changes no value of this unit.
-        _require_values(self, state_dict, prefix)
-        lost_writes.forget(state)
+        forget_values(state)
     # An unsharded unit would keep showing the old values.
     before_shard_write(state)
     # torch calls these hooks after the children have loaded, so each is given the full
@@ -79,18 +82,19 @@ def load_from_state_dict(
         if not _is_known(hook):
             self._load_state_dict_post_hooks[key] = _OnWholeValues(hook)
     code = chain(self._load_state_dict_pre_hooks.values(), [load, own.set_extra_state])
-    if not all(map(_is_known, code)):
+    only = self if all(map(_is_known, code)) else None
+    sharded = only is not None
+    if not sharded:
         kinds = {type(v) for key, v in state_dict.items() if key.startswith(prefix)}
         # Under any type of state dict either may be given.
         is_plain = kind is StateDictType.FULL_STATE_DICT or kinds & {
             Tensor,
             nn.Parameter,
         }
-        with _whole_values(state, sharded=not is_plain or ShardedValue in kinds):
-            return load(self, *given, *lists, error_msgs)
+        sharded = not is_plain or ShardedValue in kinds
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
-    _take_values(state, self, state_dict, prefix, error_msgs, assign=assign)
-    return load(self, *given, *lists, error_msgs)
+    with _values_shown(state, sharded=sharded, only=only, assign=assign):
+        return load(self, *given, *lists, error_msgs)
 
 
 _LOAD_EVERYWHERE = (
@@ -148,19 +152,31 @@ class _OnWholeValues:
             return self.hook(module, incompatible_keys)
         kind = effective_settings(state).state_dict_type
         sharded = kind is not StateDictType.FULL_STATE_DICT
-        with _whole_values(state, sharded=sharded):
+        with _values_shown(state, sharded=sharded):
             return self.hook(module, incompatible_keys)
 
 
 @contextmanager
-def _whole_values(state: _FSDPState, *, sharded: bool) -> Iterator[None]:
-    """Show values as the unit's parameters; keep writes to them, if nothing raises."""
-    shown = Shown(state)
-    refs = {ref.slot.index: ref for ref in param_refs(state.handle)}
+def _values_shown(
+    state: _FSDPState,
+    *,
+    sharded: bool,
+    only: nn.Module | None = None,
+    assign: bool = False,
+) -> Iterator[None]:
+    """Show values as the unit's parameters, or ``only`` a module's; keep writes.
+
+    Sharded values lie over the shards, so that writes reach these at once; those to
+    full values are kept if nothing raises.
+    """
+    shown, handle = Shown(state), state.handle
+    refs = {ref.slot.index: ref for ref in param_refs(handle)}
     # Tensors made in inference mode count no versions.
     with torch.inference_mode(False):
         if sharded:
-            shown.show(sharded_values(state.handle, to_cpu=False))
+            places = zip(handle.layout.places, handle.layout.owners, strict=True)
+            own = {p.slot_index for p, owner in places if only in (None, owner)}
+            shown.show({i: sharded_value(refs[i], refs[i].leaf.detach()) for i in own})
         else:
             shown.show(full_values(state))
     try:
@@ -180,117 +196,34 @@ def _whole_values(state: _FSDPState, *, sharded: bool) -> Iterator[None]:
     # Only now, so that an error of the user's code leaves all shards unchanged.
     for index, value in changed.items():
         assert value is not None
-        _keep(refs[index], value)
+        if sharded and value is shown.parameters[index]:
+            # Operators of a tensor subclass do not count.
+            torch.autograd.graph.increment_version(refs[index].leaf)
+        else:
+            _keep(refs[index], value, assign=assign)
 
 
 @torch.no_grad()
-def _keep(ref: ParamRef, value: Tensor) -> None:
+def _keep(ref: ParamRef, value: Tensor, *, assign: bool) -> None:
     """Write this rank's part of ``value`` into the shard."""
-    part = _part(ref, value)
-    if not ref.leaf.is_meta:
-        _write(ref.leaf, part, assign=part.dtype != ref.leaf.dtype)
+    leaf = ref.leaf
+    if isinstance(value, ShardedValue):
+        if problem := mismatch(ref, value):
+            raise CheckpointError(f"{quoted(ref.name)}: {problem}")
+        part = value.local
+    else:
+        part = ref.part_of(value)
+    if not leaf.is_meta:
+        # A user may hold the old memory. All ranks adopt the change at the next use,
+        # also ranks with an empty part (``features.changes.user_memory``).
+        if assign or part.dtype != leaf.dtype:
+            leaf.data = torch.empty_like(leaf, dtype=part.dtype).copy_(part)
+            torch.autograd.graph.increment_version(leaf)
+        else:
+            leaf.copy_(part)
     elif not part.is_meta:
-        # As after ``assign=True``: the unit adopts the parameter later.
-        made = nn.Parameter(part.clone(), requires_grad=ref.leaf.requires_grad)
-        for table, key, leaf, _ in ref.handle.swaps:
-            if leaf is ref.leaf:
+        # The unit adopts the parameter later.
+        made = nn.Parameter(part.clone(), requires_grad=leaf.requires_grad)
+        for table, key, own, _ in ref.handle.swaps:
+            if own is leaf:
                 table[key] = made
-
-
-def _require_values(
-    module: nn.Module, state_dict: Mapping[str, Any], prefix: str
-) -> None:
-    """Refuse values on meta for tensors of ``module`` that have values."""
-    empty = {
-        strip_wrapper(key)
-        for key, value in state_dict.items()
-        if isinstance(value, Tensor) and value.is_meta and key.startswith(prefix)
-    }
-    # Most state dicts have no tensor on meta: skip the walk over the module.
-    tables = (module.named_parameters, module.named_buffers) if empty else ()
-    found = [
-        quoted(key)
-        for table in tables
-        for name, own in table(remove_duplicate=False)
-        if (key := strip_wrapper(prefix + name)) in empty and not own.is_meta
-    ]
-    if found:
-        raise CheckpointError(
-            "load_state_dict expects values, and got tensors on meta for "
-            f"{listed(found)}; nothing was loaded. Pass the state dict "
-            "of a model that has values (a model on meta gets them by to_empty or "
-            "param_init_fn)."
-        )
-
-
-@torch.no_grad()
-def _take_values(
-    state: _FSDPState,
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    error_msgs: list[str],
-    *,
-    assign: bool,
-) -> None:
-    """Write this rank's part of the module's own entries into the shard."""
-    layout = state.handle.layout
-    # torch itself reports missing keys and values of a wrong type.
-    own = [
-        place
-        for place, owner in zip(layout.places, layout.owners, strict=True)
-        if owner is module and isinstance(state_dict.get(prefix + place.name), Tensor)
-    ]
-    refs = {ref.slot.index: ref for ref in param_refs(state.handle)} if own else {}
-    for place in own:
-        ref, key = refs[place.slot_index], prefix + place.name
-        leaf, value = ref.leaf, state_dict[key]
-        # torch accepts a tensor of shape (1,) for a 0-d parameter (files from before
-        # torch 0.4).
-        is_part = isinstance(value, ShardedValue)
-        if not is_part and value.shape == (1,) and ref.shape == ():
-            value = value[0]
-        problem = _problem(ref, value)
-        if not problem:
-            _write(leaf, _part(ref, value), assign=assign)
-        if not problem and leaf.is_meta:
-            if assign:
-                # torch assigns a parameter of the part, which the unit adopts later.
-                state_dict[key] = _part(ref, value).clone()
-                continue
-            # torch ignores a copy into a tensor on meta with a mere warning.
-            problem = (
-                "the parameter is on meta and cannot be copied into. Call "
-                "model.to_empty(device=...) first, or load_state_dict(..., assign=True)"
-                "."
-            )
-        if problem:
-            error_msgs.append(f"{quoted(strip_wrapper(key))}: {problem}")
-        # torch copies the parameter onto itself, and ``assign=True`` keeps the object.
-        state_dict[key] = module._parameters[place.name] if leaf.is_meta else leaf
-
-
-def _problem(ref: ParamRef, value: Tensor) -> str:
-    """Return why ``value`` does not fit; empty if it does."""
-    problem = mismatch(ref, value) if isinstance(value, ShardedValue) else ""
-    if not problem and tuple(value.shape) != ref.shape:
-        problem = (
-            f"expected the full parameter of shape {ref.shape}, got "
-            f"{tuple(value.shape)}. Load a state dict of the plain model's shapes, on "
-            "every rank."
-        )
-    return problem
-
-
-def _part(ref: ParamRef, value: Tensor) -> Tensor:
-    """Return this rank's part of a sharded or full value; no copy."""
-    return value.local if isinstance(value, ShardedValue) else ref.part_of(value)
-
-
-def _write(leaf: Tensor, part: Tensor, *, assign: bool) -> None:
-    """Copy ``part`` into ``leaf``; with ``assign`` into new memory, in its dtype."""
-    # A user may hold the old memory. All ranks adopt the change at the next use, also
-    # ranks with an empty part (``features.changes.user_memory``).
-    if assign and not leaf.is_meta:
-        leaf.data = torch.empty_like(leaf, dtype=part.dtype)
-    leaf.copy_(part)

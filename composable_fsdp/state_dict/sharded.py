@@ -11,15 +11,15 @@ alone. torch.distributed.checkpoint (DCP) asks the value for boxes::
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from composable_fsdp.access.gather import gather_part
 from composable_fsdp.comm.groups import GroupRef
@@ -27,9 +27,11 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.param_form import ParamForm
 from composable_fsdp.planning.boxes import Box, interval_boxes, moved
 from composable_fsdp.state_dict import dcp_caller as dcp
-from composable_fsdp.state_dict.shown import hooks_may_run
 
 Op = Callable[..., Any]
+
+SHOWN: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What units show in place of their parameters now, so that hooks of users may run."""
 
 Within = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape and offset of a rectangle, and the number of rectangles of the full value."""
@@ -59,16 +61,6 @@ class Home:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Home:
         return self
-
-
-def _operator(function: Op) -> Op:
-    """Return a method for an operator of Python, such as ``+``."""
-
-    # torch's own methods turn a TypeError into NotImplemented and lose its text.
-    def act(value: ShardedValue, other: Any) -> Any:
-        return function(value, other)
-
-    return act
 
 
 class ShardedValue(Tensor):
@@ -137,19 +129,15 @@ class ShardedValue(Tensor):
     ) -> Any:
         """Run the operators of ``_OPS``. Raises: TypeError, for others."""
         act = _OPS.get(func.overloadpacket)
-        if act is None and is_elementwise(func):
+        # Not the operators of lists, ``torch._foreach_*``.
+        if act is None and torch.Tag.pointwise in func.tags:
             act = _elementwise
         # Any other operator would take this rank's part for the full value.
-        if act is None and (func._schema.is_mutable or not hooks_may_run()):
-            given = next(v for v in args_of(args, kwargs) if isinstance(v, cls))
+        if act is None and (func._schema.is_mutable or not SHOWN):
+            given = next(v for v in tree_leaves((args, kwargs)) if isinstance(v, cls))
             raise TypeError(_refusal(func, given))
         return (act or _on_whole)(func, *args, **(kwargs or {}))
 
-    __add__ = __radd__ = _operator(torch.add)
-    __mul__ = __rmul__ = _operator(torch.mul)
-    __sub__, __rsub__ = _operator(torch.sub), _operator(torch.rsub)
-    __truediv__, __pow__ = _operator(torch.div), _operator(torch.pow)
-    __matmul__ = _operator(torch.matmul)
     __hash__ = Tensor.__hash__
 
     def __eq__(self, other: object) -> Any:
@@ -245,14 +233,6 @@ class ShardedValue(Tensor):
         return tuple(self.shape) if self.within is None else self.within[0]
 
     @property
-    def placements(self) -> None:
-        """Raise AttributeError with the way out: the value is no DTensor."""
-        raise AttributeError(_NO_DTENSOR)
-
-    device_mesh = placements
-    """As ``placements``."""
-
-    @property
     def is_partial(self) -> bool:
         """Whether other ranks hold other parts of the full value."""
         return self.world_size > 1 or self.within is not None
@@ -304,14 +284,6 @@ class ShardedValue(Tensor):
         return ShardedValue, (self.local, *self._cut, *within)
 
 
-_NO_DTENSOR = (
-    "A ShardedValue has no device_mesh and no placements: it is no DTensor, because a "
-    "flat buffer may be cut at any row. Pass full tensors to model.load_state_dict on "
-    "all ranks, in place of distribute_tensor; each rank keeps its part."
-)
-"""The text for attributes of a DTensor that scripts read."""
-
-
 def describe(value: ShardedValue) -> str:
     """Describe the part in words."""
     place = ""
@@ -326,14 +298,6 @@ def describe(value: ShardedValue) -> str:
 def local_of(value: Any) -> Any:
     """Return the elements of a sharded value; any other value as it is."""
     return value.local if isinstance(value, ShardedValue) else value
-
-
-def args_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Any]:
-    """Return all arguments of an operator, with the elements of lists."""
-    flat: list[Any] = []
-    for each in [*args, *(kwargs or {}).values()]:
-        flat.extend(each if isinstance(each, (list, tuple)) else [each])
-    return flat
 
 
 def _refusal(func: object, value: ShardedValue) -> str:
@@ -361,40 +325,11 @@ def _new_empty(func: Op, value: ShardedValue, size: Any, **kwargs: Any) -> Tenso
     return made
 
 
-def is_elementwise(func: Any) -> bool:
-    """Return whether an operator treats all elements of its arguments alike."""
-    packet, name = func.overloadpacket, func._schema.name
-    if packet in _FILLS or name.startswith("aten::_foreach_"):
-        return not name.startswith(("aten::_foreach_norm", "aten::_foreach_max"))
-    return torch.Tag.pointwise in func.tags
-
-
 def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply an operator to parts that are cut alike. Raises: TypeError, for others."""
-    given = (*args, *kwargs.values())
-    lists = [a for a in given if isinstance(a, (list, tuple))]
-    lists = [each for each in lists if any(isinstance(v, Tensor) for v in each)]
-    loose = [v for v in given if isinstance(v, Tensor)]
-    # The elements of lists are combined in order, a loose tensor with each.
-    for row in zip(*lists, strict=True) if lists else [()]:
-        _require_alike(func, [*row, *loose])
-    # Operators in place have written into the elements of their first argument.
-    result = func(*tree_map(local_of, args), **tree_map(local_of, kwargs))
-    if func._schema.is_mutable:
-        return args[0] if isinstance(result, Tensor) else None
-    if isinstance(result, Tensor):
-        made = next(v for v in args_of(args, kwargs) if isinstance(v, ShardedValue))
-        return made.with_local(result)
-    return [
-        like.with_local(each) if isinstance(like, ShardedValue) else each
-        for like, each in zip(lists[0], result, strict=True)
-    ]
-
-
-def _require_alike(func: Any, tensors: list[Any]) -> None:
-    """Refuse operands that are not cut alike. Raises: TypeError."""
-    values = [v for v in tensors if isinstance(v, ShardedValue)]
-    for value, each in product(values[:1], tensors):
+    given: list[Any] = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+    value = next(v for v in given if isinstance(v, ShardedValue))
+    for each in given:
         is_sharded = isinstance(each, ShardedValue)
         if not (value.is_part_like(each) if is_sharded else not each.dim()):
             what = describe(each) if is_sharded else "a plain tensor"
@@ -403,15 +338,15 @@ def _require_alike(func: Any, tensors: list[Any]) -> None:
                 f"numbers and values of the same cut, got {what} of shape "
                 f"{tuple(each.shape)}."
             )
+    result = func(*map(local_of, args), **tree_map(local_of, kwargs))
+    return args[0] if func._schema.is_mutable else value.with_local(result)
 
 
 def _on_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply an operator to full values. Collective: as ``full_tensor``, per value."""
 
-    def whole(value: Any) -> Any:
-        return value.full_tensor() if isinstance(value, ShardedValue) else value
-
-    return func(*tree_map(whole, args), **tree_map(whole, kwargs))
+    args, kwargs = tree_map_only(ShardedValue, ShardedValue.full_tensor, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -426,32 +361,22 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
             "way of sharding to another."
         )
     part = source.local if is_sharded else None
-    if isinstance(to, ShardedValue) and type(source) is Tensor:
+    if isinstance(to, ShardedValue) and not isinstance(source, ShardedValue):
         # Optimizers that load in place pass this rank's part.
         if source.shape == to.local.shape:
             part = source
-        # A load hook has made a full value, which torch copies into the parameter
-        # shown.
-        elif hooks_may_run() and source.shape == to.shape:
+        # A state dict or a load hook has a full value, which torch copies into the
+        # parameter shown.
+        elif SHOWN and source.shape == to.shape:
             whole = source if to.home is None else to.home.form.part(source)
             part = whole.reshape(-1)[to.start : to.stop].view(to.local.shape)
     if part is None:
-        given = to if isinstance(to, ShardedValue) else source
-        text = _refusal(func, given)
-        # A single rank has the element, so no other could save the value.
-        if not given.shape:
-            text += (
-                " If this is async_save with a storage_writer, pass checkpoint_id "
-                "instead: the writer's own stager makes a plain tensor of a "
-                "parameter without dimensions."
-            )
-        raise TypeError(text)
+        raise TypeError(_refusal(func, to if isinstance(to, ShardedValue) else source))
     func(to.local, part, *args, **kwargs)
     return to
 
 
 _aten = torch.ops.aten
-_FILLS = _aten.zero_, _aten.fill_
 # Operators that move a state dict, and operators that torch's stagers call.
 _OPS: dict[Any, Callable[..., Any]] = {
     _aten.detach: _on_local,
@@ -460,6 +385,8 @@ _OPS: dict[Any, Callable[..., Any]] = {
     _aten.empty_like: _on_local,
     _aten.zeros_like: _on_local,
     _aten.new_empty: _new_empty,
+    _aten.zero_: _elementwise,
+    _aten.fill_: _elementwise,
     _aten.copy_: _copy,
     # A single answer, which has to be that of all ranks.
     _aten.equal: _on_whole,

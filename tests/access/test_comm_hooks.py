@@ -136,10 +136,10 @@ def shrink(_: object, gradient: Tensor, output: Tensor) -> None:
     output.data = output.data[:1]
 
 
-@on_ranks(2)
+@on_ranks(4)
 def test_what_cannot_have_a_hook_is_refused_by_name(world: World) -> None:
     """Hybrid units, a second hook, no function, a result of another size, no group."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     hybrid = gpt("composable", strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
     model, short = gpt("composable"), gpt("composable")
     register_comm_hook(model, None, print)

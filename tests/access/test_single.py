@@ -180,32 +180,6 @@ def test_parameters_that_no_unit_holds_are_found_as_well(world: World) -> None:
         assert torch.equal(again["exp_avg_sq"], state["exp_avg_sq"])
 
 
-class Nested(nn.Module):
-    """A depth that exceeds Python's limit of recursion; shows no parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner: nn.Module = nn.Linear(3, 3)
-        for _ in range(1200):
-            self.inner = nn.Sequential(self.inner)
-
-    def named_parameters(self, *_: Any, **__: Any) -> Any:
-        return iter(())
-
-
-@on_ranks(2)
-def test_a_name_is_that_of_the_place_whatever_named_parameters_gives(
-    world: World,
-) -> None:
-    """Also at a depth at which torch's own method fails."""
-    model = fully_shard(Nested())
-    name = f"inner.{'0.' * 1200}weight"
-
-    set_full_param(model, name, torch.full((3, 3), 2.0))
-
-    assert torch.equal(get_full_param(model, name), torch.full((3, 3), 2.0))
-
-
 def by_hand(model: nn.Module, x: Tensor) -> None:
     model(x)
     unshard(model)

@@ -162,7 +162,8 @@ def test_whole_values_are_the_callers_own(
         values = taken()
     before = {name: value.clone() for name, value in values.items()}
     shapes = {value.shape for value in values.values() if value.dim()}
-    assert moved.shapes >= shapes if to_cpu else not moved.shapes
+    # torch moves the bytes of objects that ranks exchange by name, too.
+    assert moved.shapes >= shapes if to_cpu else not moved.shapes & shapes
     for value in values.values():
         assert value.untyped_storage().nbytes() == value.nbytes
         value.fill_(7)
@@ -203,14 +204,7 @@ def test_what_does_not_fit_is_reported_as_by_the_plain_model(
             )
             for each in (model, plain)
         )
-        if what == "shape":
-            assert (
-                "'my_fsdp_wrapped_module.0.weight': expected the full parameter of "
-                "shape (12, 8), got (3, 8). Load a state dict of the plain model's "
-                "shapes, on every rank." in found
-            )
-        else:
-            assert found == expected
+        assert found == expected
         assert is_full(model) == [False] * 4
     report = model.load_state_dict(broken("names"), strict=False)
     assert report == plain.load_state_dict(broken("names"), strict=False)
@@ -370,19 +364,6 @@ def test_a_state_dict_on_one_rank_alone_is_an_error_that_says_so(
     assert "DesyncError: state_dict() of TinyGPT was called on this rank" in text
     assert "rank 1 did not come within 0.2 s" in text
     assert "call state_dict() on every rank" in text
-
-
-@on_ranks(2)
-def test_a_value_without_dimensions_is_taken_from_one_with_a_dimension(
-    world: World,
-) -> None:
-    """As files from before torch 0.4 have it, be it a tensor or a parameter."""
-    model = tiny_mlp()
-    model.register_parameter("scale", nn.Parameter(torch.ones(())))
-    fully_shard(model)
-    for given in (torch.full((1,), 2.0), nn.Parameter(torch.full((1,), 3.0))):
-        model.load_state_dict(model.state_dict() | {"scale": given})
-        assert torch.equal(model.state_dict()["scale"], given[0])
 
 
 @pytest.mark.req("S1-31")

@@ -335,18 +335,3 @@ def logs() -> Iterator[list[str]]:
         yield told
     finally:
         logger.removeHandler(handler)
-
-
-@on_ranks(2)
-def test_plain_tensors_in_place_of_sharded_values_are_told(world: World) -> None:
-    """Of the rank's own elements DCP would save one rank's for all."""
-    model: Any = fully_shard(made("", "", 0))
-
-    def take_apart(module: Any, state: Entries, at: str, _: Any) -> None:
-        state[at + "mine"] = state.pop(at + "weight").local
-
-    model.below.register_state_dict_post_hook(take_apart)
-    with state_dict_type(model, SHARDED), logs() as told:
-        model.state_dict()
-    assert "lacks 'below.weight', and a hook has added the plain tensors" in told[0]
-    assert "'below.mine'" in told[0]
