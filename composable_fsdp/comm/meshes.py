@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -51,7 +50,6 @@ def resolve_ranks(
     process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None,
     device_mesh: DeviceMesh | None,
     api: str,
-    expert_mesh: DeviceMesh | None = None,
 ) -> RankLayout:
     """Turn the caller's groups and meshes into a ``RankLayout``."""
     require_process_group(api)
@@ -74,9 +72,6 @@ def resolve_ranks(
     else:
         group = process_group if process_group is not None else dist.group.WORLD
         shard, replicate = _member(group), None
-    if expert_mesh is not None:
-        experts = _expert_group(expert_mesh, shard, replicate)
-        return RankLayout(shard, replicate, kind, mesh=mesh, experts=experts)
     if replicate is not None or kind is not None:
         return RankLayout(shard, replicate, kind, mesh=mesh)
     # Only the default group may be divided by node: the caller's own group is used as
@@ -93,34 +88,6 @@ def resolve_ranks(
 _layouts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, RankLayout]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-def _expert_group(
-    mesh: object, shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None
-) -> dist.ProcessGroup:
-    """Return the group of ranks with other experts."""
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        kind: type[Exception] = TypeError
-        expected, got = "DeviceMesh", type(mesh).__name__
-        if isinstance(mesh, DeviceMesh):
-            kind, expected, got = PlanError, "mesh", f"{mesh.ndim}-D: {mesh}"
-        raise kind(
-            f"expert_mesh expects a 1-D {expected}, got {got}. Pass the dimension "
-            "whose ranks hold other experts, such as mesh['ep']."
-        )
-    group = _member(mesh.get_group())
-    pairs = (shard, replicate)
-    data = [dist.get_process_group_ranks(each) for each in pairs if each is not None]
-    shared = set(chain(*data)) & set(dist.get_process_group_ranks(group))
-    # Ranks that share the unit hold the same experts.
-    if shared != {dist.get_rank()}:
-        raise PlanError(
-            "expert_mesh expects ranks that hold other experts; of its ranks "
-            f"{sorted(shared)} also share or copy this unit. Make one mesh of all data "
-            "ranks, (edp, ep), and pass device_mesh=mesh['edp'], "
-            "expert_mesh=mesh['ep']."
-        )
-    return group
 
 
 def _pair(

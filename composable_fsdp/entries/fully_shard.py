@@ -148,7 +148,6 @@ def _members(ranks: RankLayout) -> str:
     named = (
         ("ranks", ranks.shard),
         ("copies on", ranks.replicate),
-        ("other experts on", ranks.experts),
     )
     return ", ".join(
         f"{name} {sorted(dist.get_process_group_ranks(group))}"
@@ -164,7 +163,6 @@ def fully_shard(
     *,
     process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
     device_mesh: DeviceMesh | None = None,
-    expert_mesh: DeviceMesh | None = None,
     policy: AnyPolicy | None = None,
     strategy: ShardingStrategy = FULL_SHARD,
     placement: Placement | None = None,
@@ -204,11 +202,6 @@ def fully_shard(
         device_mesh: The ranks as a mesh instead of ``process_group``: a 1-D mesh
             shards, a 2-D mesh is (replicate, shard), and dims of a larger mesh are
             taken by their names (``comm.meshes``).
-        expert_mesh: The ranks that hold other experts in the place of ``module``, as a
-            1-D mesh, for experts that are plain parameters. Gradients are divided by
-            the ranks of both meshes, norms are over both, and state dicts hold the
-            experts of all ranks, whose names must differ. Default None: all ranks have
-            the same parameters, or parameters are DTensors.
         policy: Selects the modules below ``module`` that become units: a policy object,
             a function ``(module, recurse, nonwrapped_numel) -> bool``, or a function
             that returns ``{module: options}``. The policy does not enter units made by
@@ -311,7 +304,6 @@ def fully_shard(
         options,
         process_group=process_group,
         device_mesh=device_mesh,
-        expert_mesh=expert_mesh,
         policy=policy,
         ignored_modules=ignored_modules,
         ignored_states=ignored_states,

@@ -79,7 +79,6 @@ def build_handle(
     # ``copy.deepcopy`` passes rule and guards: modules below may be partly copied.
     if rule is None:
         rule = ReduceRule()
-        rule.expert_ranks = groups.expert_ranks
     if guarded is None:
         guarded = part_guards.find_guards(
             groups, target.owners, target.modules, forms=forms

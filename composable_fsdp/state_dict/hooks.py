@@ -28,7 +28,6 @@ from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict import dcp_caller, lost_writes
 from composable_fsdp.state_dict.full import full_values, sharded_values
 from composable_fsdp.state_dict.loading import load_from_state_dict
-from composable_fsdp.state_dict.other_experts import add_other_experts
 from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.state_dict.shown import Shown, owns_below
 from composable_fsdp.tree.root import compare_models, meet_over, outermost
@@ -148,10 +147,6 @@ def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) 
     keys = [*_keys(state, module, prefix, state_dict)]
     if kind is StateDictType.SHARDED_STATE_DICT:
         lost_writes.tell_of_parts(state, module, prefix, state_dict, keys)
-    if state.handle.groups.experts is not None:
-        add_other_experts(
-            state, module, prefix, keys, state_dict, kind, first_only=saving.first_only
-        )
     # Buffers and ignored parameters, too: all entries below the module.
     below = [key for key in state_dict if key.startswith(prefix)]
     if saving.first_only and not state.handle.groups.is_first:

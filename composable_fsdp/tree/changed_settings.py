@@ -15,7 +15,6 @@ import torch
 
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import slot_path
-from composable_fsdp.flat.use_order import ChangedFlag
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.tree.moments import CHANGED
 from composable_fsdp.tree.state import _FSDPState
@@ -54,7 +53,7 @@ def note_change(states: Iterable[_FSDPState]) -> None:
                 _before[state] = setting_values(state)
 
 
-def changed_settings(states: Iterable[_FSDPState]) -> Iterator[ChangedFlag]:
+def changed_settings(states: Iterable[_FSDPState]) -> Iterator[tuple[str, bool | None]]:
     """Yield the settings of ``states`` that differ from those before their changes."""
     for state in states:
         if (before := _before.get(state)) is None:
@@ -64,12 +63,12 @@ def changed_settings(states: Iterable[_FSDPState]) -> Iterator[ChangedFlag]:
         ):
             if then != now:
                 text = f"{name}={now} of {quoted(state.fqn)}"
-                yield ChangedFlag(text, None, state.handle.groups.expert_names)
+                yield text, None
 
 
-def changed_flags(handle: FlatParamHandle) -> Iterator[ChangedFlag]:
+def changed_flags(handle: FlatParamHandle) -> Iterator[tuple[str, bool | None]]:
     """Yield the parameters frozen or unfrozen since ``fully_shard``."""
-    layout, ranks = handle.layout, handle.groups.expert_names
+    layout = handle.layout
     # 0: the unit was never rebuilt, as most units.
     if not layout.structure:
         return
@@ -81,7 +80,7 @@ def changed_flags(handle: FlatParamHandle) -> Iterator[ChangedFlag]:
     for region in layout.origin:
         for slot in region.parameters:
             if trains[slot.index] is not region.trainable:
-                yield ChangedFlag(slot_path(handle, slot), trains[slot.index], ranks)
+                yield slot_path(handle, slot), trains[slot.index]
 
 
 def setting_values(

@@ -54,7 +54,6 @@ class UnitFacts(NamedTuple):
 def facts_of(
     units: Units,
     buffers: Mapping[int, Sequence[str]],
-    experts: int = 0,
     *,
     parts: bool = False,
 ) -> tuple[UnitFacts, ...]:
@@ -64,7 +63,7 @@ def facts_of(
     parameters: dict[int, tuple[ParameterFacts, ...]] = {}
     options: dict[tuple[object, ...], Options] = {}
     found = []
-    for number, (name, state) in enumerate(units, 1):
+    for name, state in units:
         several = len(state.modules) > 1
         # Units of several modules may share a plan; their paths differ.
         # Nor do parts of parameters, whose forms belong to the unit.
@@ -85,16 +84,8 @@ def facts_of(
         if setting not in options:
             pairs = zip((*_GROUPS, *COMPARED_LATER), map(str, settings), strict=True)
             options[setting] = (*_option_facts(state.options), *pairs)
-        if parts and groups.experts_ref:
-            # Experts have the numbers of the rank in their names.
-            name = f"number {number} with an expert_mesh"
         had = () if parts else tuple(buffers.get(id(state), ()))
         found.append(UnitFacts(name, parameters[key], options[setting], had, several))
-    # Their names and parameters are other ones on each rank; only the number tells
-    # whether all ranks meet as often.
-    if experts and found:
-        told = ("units with an expert_mesh", str(experts))
-        found[0] = found[0]._replace(options=(*found[0].options, told))
     return tuple(found)
 
 
@@ -102,8 +93,6 @@ def _of_all_parts(
     state: _FSDPState, parameters: Sequence[ParameterFacts]
 ) -> tuple[ParameterFacts, ...]:
     """Return the facts of ``parameters`` that are equal on the ranks of other parts."""
-    if state.handle.groups.experts_ref is not None:
-        return ()  # each rank has experts of its own
     forms = state.handle.layout.forms
     # Regions hold what a rank has, and parts differ in size.
     return tuple(

@@ -135,7 +135,7 @@ def _flags(changed: Iterable[Sequence[Any]]) -> list[str]:
     """Return the entries of ``RuntimeContext.changed_flags`` in words."""
     return [
         name if trains is None else f"requires_grad={trains} of {quoted(name)}"
-        for name, trains, *_ in changed
+        for name, trains in changed
     ]
 
 

@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from composable_fsdp.access.other_parts import refuse_forms
+from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.errors import CheckpointError, CompositionError
 from composable_fsdp.features.owners.map_on_owners import owners_of
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, find_param
-from composable_fsdp.state_dict.other_experts import from_all_ranks
+from composable_fsdp.state_dict.sent import Described, described, send
 
 
 class OwnerState:
@@ -106,9 +107,7 @@ class OwnerState:
             assert ref is not None
             # First over the shards of this replica, then over the replicas.
             for group in groups:
-                own = from_all_ranks(
-                    own, group, ref.handle.layout.device, to_cpu=True, may_repeat=True
-                )
+                own = _from_all_ranks(own, group, ref.handle.layout.device)
             found |= {int(n): value for n, value in own.items()}
         cpu = torch.device("cpu")
         state = {n: _copied(found[n], cpu) for n in sorted(found)}
@@ -177,3 +176,29 @@ def _copied(values: Any, device: torch.device) -> Any:
         lambda t: t.detach().to(device if t.dim() else "cpu", copy=True),
         values,
     )
+
+
+def _from_all_ranks(
+    own: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device
+) -> dict[str, Any]:
+    """Return the values of all ranks by name, with tensors in host memory.
+
+    Collective: an all-gather of objects and a broadcast per tensor over ``group``.
+    """
+    told = collectives.all_gather_object(_pytree.tree_map(described, dict(own)), group)
+    found: dict[str, Any] = {}
+    # All ranks go through the descriptions, and so the broadcasts, in the same order.
+    for rank, each in enumerate(told):
+        # Only the sender has elements; the others make room.
+        values = own if rank == group.rank() else each
+
+        def move(value: Any, rank: int = rank) -> Any:
+            if isinstance(value, Described) or (
+                isinstance(value, Tensor) and value.dim() > 0
+            ):
+                return send(value, [group], device, rank=rank).cpu()
+            return value
+
+        for name in each:
+            found.setdefault(name, _pytree.tree_map(move, values[name]))
+    return {**found, **own}
