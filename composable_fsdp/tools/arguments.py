@@ -17,7 +17,7 @@ from composable_fsdp.tools.machine import MACHINES
 from composable_fsdp.tools.texts import SHORT_DTYPES, byte_size
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-WIRES = ("int8", "float8", "float8-tensor")
+WIRES = ("int8", "float8")
 PREFETCH = ("pre", "post", "none")
 FORMATS = ("native", "dcp", "safetensors", "torch")
 STRATEGIES = (

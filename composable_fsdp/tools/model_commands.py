@@ -42,11 +42,7 @@ from composable_fsdp.tools.simulated_clock import Clock
 from composable_fsdp.tools.simulated_world import simulated_world
 
 _STRATEGIES = {word_of(strategy.name): strategy for strategy in ShardingStrategy}
-_WIRES = {
-    "int8": Int8Wire(),
-    "float8": Float8Wire(),
-    "float8-tensor": Float8Wire("tensor"),
-}
+_WIRES = {"int8": Int8Wire(), "float8": Float8Wire()}
 _PREFETCH = {
     "pre": BackwardPrefetch.BACKWARD_PRE,
     "post": BackwardPrefetch.BACKWARD_POST,

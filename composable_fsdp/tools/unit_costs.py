@@ -120,10 +120,6 @@ def gathered_bytes(unit: UnitPlan) -> int:
 def traffic_of(unit: UnitPlan, *, is_root: bool, in_backward: bool) -> Traffic:
     """Return the collectives of a forward and a backward in the steady state."""
     gathered = gathered_bytes(unit)
-    # Formats with a scale per matrix ask all ranks for the largest magnitude.
-    scaled = [
-        len(r.parameters) for r in unit.regions if r.wire and r.wire.needs_maximum
-    ]
     # Regions with equal reduce dtype share a reduce-scatter and an all-reduce.
     dtypes = len({d.reduce for _, d in unit.reduced})
     nbytes = unit.reduce_bytes
@@ -137,11 +133,6 @@ def traffic_of(unit: UnitPlan, *, is_root: bool, in_backward: bool) -> Traffic:
         # Pieces at rest are filled once, with the values of the optimizer's step.
         if unit.has_rest:
             total += Traffic(1, gathered // unit.piece_ranks)
-        # A float32 per matrix, before each all-gather.
-        total += Traffic(
-            all_reduce_calls=len(scaled) * times,
-            all_reduce_bytes=4 * sum(scaled) * times,
-        )
     for each in _exchanges(unit):
         total += Traffic(all_to_all_calls=1, all_to_all_bytes=each.sent)
         # Ranks that hold whole gradients exchange the averages, too.

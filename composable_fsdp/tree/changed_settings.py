@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,8 +31,6 @@ COMPARED_LATER = (
     "state of the communication hook",
     "all-reduce hook",
     "sums without averaging",
-    "custom all-gather",
-    "custom reduce-scatter",
     "separate group of reduce-scatters",
 )
 """What ``setting_values`` returns, by the names that errors tell."""
@@ -106,8 +103,6 @@ def setting_values(
         None if rule.hook_state is None else _hook_state(rule.hook_state),
         None if rule.after_sum is None else _name(rule.after_sum),
         rule.force_sum,
-        None if rule.all_gather is None else _name(rule.all_gather),
-        None if rule.reduce_scatter is None else _name(rule.reduce_scatter),
         rule.group is not None,
     )
 
@@ -115,9 +110,6 @@ def setting_values(
 def _name(function: object) -> str:
     """Return the name of a function or of its class."""
     # Names and not the functions, which are other objects on each rank.
-    if isinstance(function, partial):
-        # The function that the package calls, and the object that the user gave.
-        return _name(next(iter(function.args), function.func))
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
