@@ -68,8 +68,6 @@ class ParameterSpec(NamedTuple):
     wire: WireFormat | None = None
     uncut: bool = False
     """Whether it lies on a single rank, if it is no larger than a rank's share."""
-    strides: tuple[int, ...] | None = None
-    """Of the full parameter that compute sees, if it is channels_last."""
 
     @property
     def numel(self) -> int:
@@ -82,7 +80,7 @@ class ParameterSlot:
     """The interval ``[offset, offset + numel)`` of a parameter in its region.
 
     Args:
-        fqns, shape, block, whole, strides: as in ``ParameterSpec``.
+        fqns, shape, block, whole: as in ``ParameterSpec``.
         numel: number of elements.
         offset: first element in the region.
         index: position in the unit's list of parameters. Names do not identify a
@@ -96,7 +94,6 @@ class ParameterSlot:
     offset: int
     index: int
     whole: Whole | None = None
-    strides: tuple[int, ...] | None = None
 
     @property
     def fqn(self) -> str:
@@ -218,12 +215,6 @@ class RegionLayout:
         """Return the offset of the parameter's part in ``rank``'s shard; 0 if empty."""
         start, stop = self.interval(slot, rank)
         return slot.offset + start - rank * self.shard_numel if stop > start else 0
-
-    @cached_property
-    def is_strided(self) -> bool:
-        """Whether compute sees a parameter in channels_last; shards are contiguous."""
-        # It permutes inside a row, so ranks permute their own rows before the gather.
-        return any(slot.strides for slot in self.parameters)
 
     @cached_property
     def cuts(self) -> Cuts:

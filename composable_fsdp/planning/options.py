@@ -138,7 +138,6 @@ class UnitOptions:
         trainable: bool,
         group: Hashable,
         whole: Whole | None,
-        strides: tuple[int, ...] | None,
     ) -> ParameterSpec:
         """Return the facts about a parameter from which its layout follows."""
         block = 1 if not self.keeps_rows else row_block(shape)
@@ -146,10 +145,6 @@ class UnitOptions:
             # A vector has rows of one element, and a parameter without dims is a row.
             block *= self.block.n if shape else 1
         wire = self.wire
-        # A rank that holds a part of a row cannot permute the row; a wire format scales
-        # blocks of the row in their order.
-        if wire or not self.keeps_rows:
-            strides = None
         return ParameterSpec(
             fqns,
             tuple(shape),
@@ -161,7 +156,6 @@ class UnitOptions:
             # Vectors are few elements, and rounding them costs most accuracy.
             wire if wire and wire.takes(shape, dtype) else None,
             self.block is Block.TENSOR,
-            strides,
         )
 
     @property

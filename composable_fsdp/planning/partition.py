@@ -178,7 +178,6 @@ def _plan_regions(
                     offset,
                     i,
                     specs[i].whole,
-                    specs[i].strides,
                 )
                 for (i, numel, block), offset in zip(
                     placed, packing.offsets, strict=True

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from composable_fsdp.comm.nodes import group_sizes
@@ -117,8 +116,6 @@ def _target(
             parameter.requires_grad,
             by and group_of(by, join_name(unit.fqn, names[0]), parameter),
             None if is_plain else whole_of(parameter),
-            # Only a parameter of images can be channels_last: no call for the others.
-            _channels_last(parameter) if is_plain and parameter.ndim > 3 else None,
         )
         facts.append((known, owners))
     # The cache keeps all arguments alive, and with ``group_by`` perhaps the model.
@@ -141,16 +138,6 @@ def _target(
         unit.parent,
         tuple(unit.units_below),
     )
-
-
-def _channels_last(parameter: nn.Parameter) -> tuple[int, ...] | None:
-    """Return the strides of a parameter in a channels_last format, else None."""
-    if parameter.is_contiguous() or parameter.dim() > 5:
-        return None
-    three = parameter.dim() == 5
-    kind = torch.channels_last_3d if three else torch.channels_last
-    found = parameter.is_contiguous(memory_format=kind)
-    return parameter.stride() if found else None
 
 
 @lru_cache(maxsize=4096)
@@ -193,7 +180,6 @@ def lay_out_again(
             region.trainable,
             region.group,
             slot.whole,
-            slot.strides,
         )
         for slot, region in unit.slots
     ]

@@ -38,8 +38,6 @@ class UnitPlan:
         parameter_ranks: number of ranks over which parameters at rest are divided.
         between_ranks: the same between forward and backward.
         gradient_ranks: the same of reduced gradients.
-        int8_gradients: whether ``int8_all_to_all_hook`` reduces gradients. Default
-            False.
     """
 
     fqn: str
@@ -51,7 +49,6 @@ class UnitPlan:
     parameter_ranks: int
     between_ranks: int
     gradient_ranks: int
-    int8_gradients: bool = False
 
     @property
     def parameter_bytes(self) -> int:
@@ -139,7 +136,6 @@ class UnitPlan:
             or d.compute != r.dtype
             or self.is_offloaded
             or r.wire
-            or r.is_strided
         ]
 
     @property

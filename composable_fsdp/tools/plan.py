@@ -31,7 +31,6 @@ from composable_fsdp.config import (
 from composable_fsdp.entries.apply import as_list, owner_of
 from composable_fsdp.entries.fully_shard import FSDP2_NAMES, unknown_text
 from composable_fsdp.errors import PlanError
-from composable_fsdp.features.comm_hooks.int8_exchange import int8_all_to_all_hook
 from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.planning import walk
@@ -331,7 +330,6 @@ def unit_plan(fqn: str, state: _FSDPState) -> UnitPlan:
         fqn=fqn,
         options=options,
         between_ranks=between,
-        int8_gradients=state.handle.rule.hook is int8_all_to_all_hook,
     )
 
 

@@ -83,8 +83,6 @@ class WithBuffers(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.images = nn.Conv2d(3, 8, 3)
-        images: Any = self.images
-        images.to(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm2d(8)
         self.scale = nn.Parameter(torch.tensor(2.0))
         self.empty = nn.Parameter(torch.zeros(0, 3))

@@ -210,7 +210,6 @@ def test_gradients_are_exchanged_as_int8(world: World, strategy: str) -> None:
     with record() as calls:
         backward(loss_of(model, gpt_input(1, world.rank)))
     sent = counts(calls)
-    assert sent == planned(plan(model))
     assert sent["all_to_all"][0] == 3
     assert not sent.keys() & {"reduce_scatter", "all_reduce"}
     exact_bytes = planned(plan(exact))

@@ -34,7 +34,7 @@ ParameterFacts: TypeAlias = tuple[
 ]
 """Names from the unit's module (paths, in a unit of several modules), shape, dtype,
 requires_grad, and the parameter's place: number of the region, first element in the
-region, then the strides if compute sees others than those of a contiguous parameter."""
+region."""
 
 Options: TypeAlias = tuple[tuple[str, str], ...]
 """Pairs of an option's name and its value as text."""
@@ -140,7 +140,7 @@ def _parameter_facts(
             slot.shape,
             option_text(region.dtype),
             region.trainable,
-            (number, slot.offset, *(slot.strides or ())),
+            (number, slot.offset),
         )
         for number, region in enumerate(handle.layout.plan.regions)
         for slot in region.parameters
@@ -182,11 +182,9 @@ def told_facts(units: Sequence[UnitFacts]) -> dict[tuple[int, ...], tuple[str, s
             found[1, k, _SHAPE, j] = f"the shape {this}", str(tuple(shape))
             found[1, k, _DTYPE, j] = f"the dtype {this}", dtype
             found[1, k, _FLAG, j] = f"requires_grad {this}", str(trainable)
-            # Without strides the parameter is contiguous where modules compute.
-            strides = f", strides {place[2:]}" if place[2:] else ""
             found[1, k, _PLACE, j] = (
                 f"the flat buffer {this} (group_by)",
-                f"number {place[0] + 1} from element {place[1]}{strides}",
+                f"number {place[0] + 1} from element {place[1]}",
             )
         for j, (name, value) in enumerate(unit.options):
             found[1, k, _OPTION, j] = f"the option {name} {at}", value
