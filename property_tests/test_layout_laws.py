@@ -48,7 +48,7 @@ def units(draw: st.DrawFn, max_size: int = 8) -> list[ParameterSpec]:
     block = draw(st.sampled_from([Block.ROW, *Block, Block.rows(2), Block.rows(5)]))
     options = UnitOptions(block=block)
     return [
-        options.spec((f"p{i}",), shape, dtype, trainable, None, None)
+        options.spec((f"p{i}",), shape, dtype, trainable, None)
         for i, (shape, dtype, trainable) in enumerate(
             draw(st.lists(one, max_size=max_size))
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
@@ -177,7 +177,6 @@ def fully_shard(
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
     block: Block | RowBlock = Block.ROW,
-    group_by: Callable[[str, nn.Parameter], Hashable] | None = None,
     if_sharded: Literal["error", "skip"] = "error",
     tied_params: TiedParams = "error",
     check_weights: Report = "warn",
@@ -243,10 +242,6 @@ def fully_shard(
             GPU. Default True.
         block: The piece that no shard boundary cuts: Block.ROW (default),
             Block.rows(n), Block.TENSOR or Block.ELEMENT.
-        group_by: A function of a parameter's name in ``module`` and the parameter.
-            Parameters with different results are placed in different regions, so that
-            ``flat_parameter_groups`` can separate them. The results must be equal on
-            all ranks. Default None: no separation.
         if_sharded: "error" (default), or "skip" to return a module that is already
             sharded with equal options over equal ranks on the same device. A module
             sharded with other options is refused. The policy is not compared.
@@ -295,7 +290,6 @@ def fully_shard(
         use_orig_params=use_orig_params,
         mixed_precision=mixed_precision,
         cpu_offload=cpu_offload,
-        group_by=group_by,
         check_weights=check_weights,
         wire=wire,
         arena=arena,

@@ -18,7 +18,7 @@ every block, so each shard boundary falls between two blocks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -61,11 +61,10 @@ class ParameterSpec(NamedTuple):
     trainable: bool
     block: int
     """Run of elements that no shard boundary may cut."""
-    # Parameters of different groups (``group_by``) or formats share no region.
-    group: Hashable = None
     whole: Whole | None = None
     """Of a DTensor, the place of this rank's rectangle, whose shape is ``shape``."""
     wire: WireFormat | None = None
+    """Parameters of different formats share no region."""
     uncut: bool = False
     """Whether it lies on a single rank, if it is no larger than a rank's share."""
 
@@ -147,7 +146,6 @@ class RegionLayout:
         padded_numel: elements of the whole buffer.
         shard_numel: elements of a shard.
         parameters: the slots in memory order.
-        group: the answer of ``group_by`` for all parameters of the region.
         wire: the format in which the region is gathered; None: in the compute dtype.
     """
 
@@ -159,7 +157,6 @@ class RegionLayout:
     padded_numel: int
     shard_numel: int
     parameters: tuple[ParameterSlot, ...]
-    group: Hashable = None
     wire: WireFormat | None = None
 
     @cached_property

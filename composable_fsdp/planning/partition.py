@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -127,12 +127,7 @@ def plan_regions(
     specs: Iterable[ParameterSpec], *, world_size: int, launch_bytes: int = LAUNCH_BYTES
 ) -> tuple[RegionLayout, ...]:
     """Lay out the parameters of a unit over ``world_size`` ranks."""
-    specs = tuple(specs)
-    if any(spec.group is not None for spec in specs):
-        # A group is any object of the user's, and the cache would keep this object
-        # alive.
-        return _plan_regions.__wrapped__(specs, world_size, launch_bytes)
-    return _plan_regions(specs, world_size, launch_bytes)
+    return _plan_regions(tuple(specs), world_size, launch_bytes)
 
 
 @lru_cache(maxsize=4096)
@@ -142,12 +137,11 @@ def _plan_regions(
     """Lay out the parameters of a unit; equal arguments return the same layouts."""
     # All parameters of a flat buffer have the same dtype and the same
     # ``requires_grad``.
-    groups: dict[tuple[torch.dtype, bool, Hashable, WireFormat | None], list[int]] = {}
+    kinds: dict[tuple[torch.dtype, bool, WireFormat | None], list[int]] = {}
     for index, spec in enumerate(specs):
-        kind = (spec.dtype, spec.trainable, spec.group, spec.wire)
-        groups.setdefault(kind, []).append(index)
+        kinds.setdefault((spec.dtype, spec.trainable, spec.wire), []).append(index)
     regions: list[RegionLayout] = []
-    for (dtype, trainable, group, wire), members in groups.items():
+    for (dtype, trainable, wire), members in kinds.items():
         # Blocks of a wire format are intervals of the buffer that no boundary may cut.
         grid, item = wire.grid if wire else 1, dtype.itemsize
         alone, cut = _uncut(specs, members, world_size)
@@ -195,7 +189,6 @@ def _plan_regions(
                 padded_numel=packing.shard_numel * world_size,
                 shard_numel=packing.shard_numel,
                 parameters=tuple(slots),
-                group=group,
                 wire=wire,
             )
             regions.append(layout)

@@ -16,9 +16,7 @@ from torch import nn
 
 from composable_fsdp.comm.nodes import group_sizes
 from composable_fsdp.comm.placements import Choice, Ways
-from composable_fsdp.naming import join_name
 from composable_fsdp.planning.assign import Occurrence, PlanRequest, Unit, assign_units
-from composable_fsdp.planning.checks import group_of
 from composable_fsdp.planning.dtensors import local_of, whole_of
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.options import UnitOptions
@@ -96,7 +94,6 @@ def _target(
     has_others: bool,
 ) -> Target:
     """Build the ``Target`` of unit ``index``; append its warnings to ``notes``."""
-    by = unit.options.group_by
     facts: list[tuple[_Known, tuple[nn.Module, ...]]] = []
     for parameter, occurrences in unit.parameters:
         (holder, name), *others = occurrences
@@ -114,13 +111,10 @@ def _target(
             parameter.shape if is_plain else local_of(parameter).shape,
             parameter.dtype,
             parameter.requires_grad,
-            by and group_of(by, join_name(unit.fqn, names[0]), parameter),
             None if is_plain else whole_of(parameter),
         )
         facts.append((known, owners))
-    # The cache keeps all arguments alive, and with ``group_by`` perhaps the model.
-    build_unit = _build if by is None else _build.__wrapped__
-    build = build_unit(
+    build = _build(
         unit.fqn,
         type(unit.modules[0]).__name__,
         unit.options,
@@ -178,7 +172,6 @@ def lay_out_again(
             slot.shape,
             region.dtype,
             region.trainable,
-            region.group,
             slot.whole,
         )
         for slot, region in unit.slots

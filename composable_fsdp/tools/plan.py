@@ -35,7 +35,7 @@ from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import make_request
-from composable_fsdp.planning.options import GroupBy, UnitOptions
+from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import lay_out_again
 from composable_fsdp.planning.policies import AnyPolicy, evaluate_policy
 from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
@@ -90,7 +90,6 @@ def plan(
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
     block: Block | RowBlock = Block.ROW,
-    group_by: GroupBy | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
     tied_params: TiedParams = "error",
@@ -132,8 +131,6 @@ def plan(
         limit_all_gathers: whether the memory of at most one resharded unit may wait for
             the GPU. Default True.
         block: the run of elements that no shard boundary may cut. Default Block.ROW.
-        group_by: a function of a parameter's name and the parameter; parameters with
-            different answers get separate regions. Default None: a single group.
         ignored_modules: modules to leave unsharded, with all below. Default None.
         ignored_states: parameters, or modules, to leave unsharded. Default None.
         tied_params: "error" (default) refuses a parameter that is tied across units;
@@ -169,7 +166,6 @@ def plan(
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
         limit_all_gathers=limit_all_gathers,
-        group_by=group_by,
         wire=wire,
         arena=arena,
     )

@@ -127,13 +127,12 @@ def _options(plan: Any) -> Report:
 
 
 def _regions(unit: UnitPlan, root: UnitPlan) -> str:
-    """Return the regions of a unit as text: dtype, frozen, group and parameters."""
+    """Return the regions of a unit as text: dtype, frozen and parameters."""
     words = []
     for region in unit.regions:
         frozen = "" if region.trainable else " frozen"
-        group = "" if region.group is None else f" group {region.group!r}"
         count = counted(len(region.parameters), "parameter")
-        words.append(f"{count} in {dtype_name(region.dtype)}{frozen}{group}")
+        words.append(f"{count} in {dtype_name(region.dtype)}{frozen}")
     # Experts are sharded over fewer ranks than the model.
     ranks, most = (u.shard_world_size * u.replicas for u in (unit, root))
     over = "" if ranks == most else f", over {counted(ranks, 'rank')}"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 
 from composable_fsdp import (
@@ -149,10 +149,16 @@ def test_the_collectives_are_the_planned_ones() -> None:
 @pytest.mark.parametrize("strategy", ShardingStrategy)
 def test_regions_that_are_sent_together_count_once(strategy: ShardingStrategy) -> None:
     """Two regions per block, in each strategy: calls and bytes are the planned ones."""
+    model = on_meta()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.ndim < 2:
+                module._parameters[name] = nn.Parameter(parameter.bfloat16())
     found = run(
+        model,
         strategy=strategy,
         shard_world_size=4 if strategy in HYBRID else None,
-        group_by=lambda name, parameter: parameter.ndim,
+        mixed_precision=LOW,
     )
 
     assert traffic_of(found.collectives) == found.plan.traffic

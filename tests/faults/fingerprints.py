@@ -71,10 +71,6 @@ def _double(sums: Tensor) -> None:
     sums.mul_(2)
 
 
-def _by_kind(name: str, parameter: nn.Parameter) -> str:
-    return "vector" if parameter.dim() < 2 else "matrix"
-
-
 BF16 = torch.bfloat16
 OPTIONS: dict[str, dict[str, Any]] = {
     "the option strategy of": {"strategy": ShardingStrategy.NO_SHARD},
@@ -92,7 +88,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "the option block of unit (root): ROW on rank 0, Block.rows(2) on rank 1": {
         "block": Block.rows(2)
     },
-    "the flat buffer of parameter '0.scale' (group_by)": {"group_by": _by_kind},
     "the option check_weights of": {"check_weights": "error"},
     "the option wire of": {"wire": Int8Wire()},
 }

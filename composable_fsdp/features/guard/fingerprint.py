@@ -29,12 +29,9 @@ from composable_fsdp.tree.state import OWNERS, _FSDPState
 Units: TypeAlias = Sequence[tuple[str, _FSDPState]]
 """Units with their names from the outermost unit."""
 
-ParameterFacts: TypeAlias = tuple[
-    tuple[str, ...], tuple[int, ...], str, bool, tuple[int, ...]
-]
-"""Names from the unit's module (paths, in a unit of several modules), shape, dtype,
-requires_grad, and the parameter's place: number of the region, first element in the
-region."""
+ParameterFacts: TypeAlias = tuple[tuple[str, ...], tuple[int, ...], str, bool]
+"""Names from the unit's module (paths, in a unit of several modules), shape, dtype and
+requires_grad. The place in a buffer follows from these and from the options."""
 
 Options: TypeAlias = tuple[tuple[str, str], ...]
 """Pairs of an option's name and its value as text."""
@@ -97,8 +94,8 @@ def _of_all_parts(
     # Regions hold what a rank has, and parts differ in size.
     return tuple(
         [
-            (names, forms[index].whole_shape(shape), dtype, trains, (0, 0))
-            for index, (names, shape, dtype, trains, _) in enumerate(parameters)
+            (names, forms[index].whole_shape(shape), dtype, trains)
+            for index, (names, shape, dtype, trains) in enumerate(parameters)
         ]
     )
 
@@ -140,9 +137,8 @@ def _parameter_facts(
             slot.shape,
             option_text(region.dtype),
             region.trainable,
-            (number, slot.offset),
         )
-        for number, region in enumerate(handle.layout.plan.regions)
+        for region in handle.layout.plan.regions
         for slot in region.parameters
     }
     return tuple([found[index] for index in sorted(found)])
@@ -162,7 +158,7 @@ _GROUPS = (
     "reduction of gradients in backward",
 )
 
-_NAMES, _SHAPE, _DTYPE, _FLAG, _OPTION, _PLACE, _BUFFER = range(7)
+_NAMES, _SHAPE, _DTYPE, _FLAG, _OPTION, _BUFFER = range(6)
 """Kinds of facts, in the order of comparison."""
 
 
@@ -174,7 +170,7 @@ def told_facts(units: Sequence[UnitFacts]) -> dict[tuple[int, ...], tuple[str, s
         # only would be told as parameters that are missing in the unit above.
         at = f"of unit {quoted(unit.name)}"
         found[0, k] = f"unit number {k + 1} of the model", quoted(unit.name)
-        for j, (names, shape, dtype, trainable, place) in enumerate(unit.parameters):
+        for j, (names, shape, dtype, trainable) in enumerate(unit.parameters):
             full = names if unit.several else [join_name(unit.name, n) for n in names]
             this = f"of parameter {quoted(full[0])}"
             tied = f" (tied to {', '.join(map(quoted, full[1:]))})" if full[1:] else ""
@@ -182,10 +178,6 @@ def told_facts(units: Sequence[UnitFacts]) -> dict[tuple[int, ...], tuple[str, s
             found[1, k, _SHAPE, j] = f"the shape {this}", str(tuple(shape))
             found[1, k, _DTYPE, j] = f"the dtype {this}", dtype
             found[1, k, _FLAG, j] = f"requires_grad {this}", str(trainable)
-            found[1, k, _PLACE, j] = (
-                f"the flat buffer {this} (group_by)",
-                f"number {place[0] + 1} from element {place[1]}",
-            )
         for j, (name, value) in enumerate(unit.options):
             found[1, k, _OPTION, j] = f"the option {name} {at}", value
         # Buffers last: no collective of the step sends them.
