@@ -25,8 +25,8 @@ from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.partition import (
     SHARD_ALIGNMENT,
     plan_regions,
+    split_region,
 )
-from composable_fsdp.planning.split import split_region
 from tests.support.strategies import shapes, world_sizes
 
 DTYPES = (

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from composable_fsdp.comm.compute_device import resolve_device
 from composable_fsdp.comm.groups import RankLayout
-from composable_fsdp.comm.meshes import resolve_ranks
+from composable_fsdp.comm.meshes import resolve_device, resolve_ranks
 from composable_fsdp.comm.nodes import sizes_for
 from composable_fsdp.compose.registry import API
 from composable_fsdp.config import TiedParams

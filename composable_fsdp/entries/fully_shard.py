@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.comm.compute_device import resolve_device
 from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.comm.meshes import resolve_device
 from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.contract import contract_after
 from composable_fsdp.config import (
