@@ -132,7 +132,7 @@ def apply(
     # Every check runs before the first change.
     for module in modules:
         _refuse_owned(module, request.api)
-    targets, _ = plan_targets(modules, request)
+    targets = plan_targets(modules, request)
     _refuse_started(modules[0], targets)
     parameters = [p for t in targets for region in t.parameters for p in region]
     device = _device_of(targets, parameters, application)

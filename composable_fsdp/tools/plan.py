@@ -38,7 +38,7 @@ from composable_fsdp.planning.assign import make_request
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import lay_out_again
 from composable_fsdp.planning.policies import AnyPolicy, evaluate_policy
-from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
+from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.model_units import chosen_units
 from composable_fsdp.tools.plan_models import check_sizes
 from composable_fsdp.tools.sharding_plan import ShardingPlan, plan_modules
@@ -209,7 +209,6 @@ def plan(
     return ShardingPlan(
         tuple(by_name[name] for name, _ in walk.named(module) if name in by_name),
         ranks,
-        (*rest.warnings, *kept.warnings),
     )
 
 
@@ -264,9 +263,7 @@ def replan(
             size = shard_world_size or _shard_world_size(plan, ranks)
             ways = group_sizes(options.chosen, world_size=ranks, shard_world_size=size)
         units.append(_replan_unit(unit, options, ways))
-    # Padding depends on the ranks, and so do the sentences about it.
-    notes = tuple(note for unit in units for note in padding_notes(unit))
-    return ShardingPlan(tuple(units), ranks, notes)
+    return ShardingPlan(tuple(units), ranks)
 
 
 def _shard_world_size(plan: ShardingPlan, ranks: int) -> int | None:
