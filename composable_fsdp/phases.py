@@ -33,9 +33,6 @@ class Phase(Enum):
     BACKWARD_POST = "backward, gradients reduced"
     SUMMON = "unshard_params"
 
-    followers: tuple[Phase, ...]
-    """The phases that may follow."""
-
 
 IDLE, FORWARD, BACKWARD_PRE, BACKWARD_POST, SUMMON = Phase
 
@@ -82,13 +79,6 @@ class Residency(Enum):
 
 
 def _set_followers() -> None:
-    idle, forward, pre, post, summon = Phase
-    # A tree that recovers from an error resets every phase to IDLE.
-    idle.followers = idle, forward, pre, summon
-    forward.followers = forward, pre, idle
-    pre.followers = pre, post, forward, idle, summon
-    post.followers = post, pre, idle, forward
-    summon.followers = (idle,)
     sharded, gathering, unsharded, hidden, free_pending, copies = Residency
     sharded.followers = gathering, hidden, copies
     gathering.followers = unsharded, sharded, free_pending
@@ -101,9 +91,7 @@ def _set_followers() -> None:
 _set_followers()
 
 
-def illegal_move(
-    name: str, now: Phase | Residency, then: Phase | Residency
-) -> PhaseError:
+def illegal_move(name: str, now: Residency, then: Residency) -> PhaseError:
     """Return the error for a move that the table of ``now`` does not list."""
     legal = ", ".join(state.name for state in now.followers)
     return PhaseError(

@@ -307,7 +307,7 @@ class Counter(Linear):
 
 @core
 class Images(nn.Module):
-    """A weight in channels_last, in which compute must see it."""
+    """A weight in channels_last, whose shards are contiguous."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -168,14 +168,7 @@ class Verbatim(WireFormat):
     def nbytes(self, layout: WireLayout) -> int:
         return 16 * (layout.shard_numel // 2 + 2)
 
-    def encode(
-        self,
-        shard: Tensor,
-        out: Tensor,
-        layout: WireLayout,
-        rank: int,
-        largest: Tensor | None,
-    ) -> None:
+    def encode(self, shard: Tensor, out: Tensor, layout: WireLayout, rank: int) -> None:
         assert shard.shape == (layout.shard_numel,)
         out.fill_(rank)
         out[: 8 * layout.shard_numel].view(torch.float64).copy_(shard)

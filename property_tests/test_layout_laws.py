@@ -25,8 +25,8 @@ from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.partition import (
     SHARD_ALIGNMENT,
     plan_regions,
+    split_region,
 )
-from composable_fsdp.planning.split import split_region
 from tests.support.strategies import shapes, world_sizes
 
 DTYPES = (
@@ -48,7 +48,7 @@ def units(draw: st.DrawFn, max_size: int = 8) -> list[ParameterSpec]:
     block = draw(st.sampled_from([Block.ROW, *Block, Block.rows(2), Block.rows(5)]))
     options = UnitOptions(block=block)
     return [
-        options.spec((f"p{i}",), shape, dtype, trainable, None, None, None)
+        options.spec((f"p{i}",), shape, dtype, trainable, None)
         for i, (shape, dtype, trainable) in enumerate(
             draw(st.lists(one, max_size=max_size))
         )

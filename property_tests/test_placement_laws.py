@@ -18,6 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -377,16 +378,15 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.each = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.weight = nn.Parameter(torch.empty(2, 8, 8))
         self.group: dist.ProcessGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        weight = experts.local(self.weight)
         if self.group is None:
-            parts = zip(self.each, x.chunk(2), strict=True)
-            return torch.cat([expert(rows) for expert, rows in parts])
+            return torch.cat([x @ w for x, w in zip(x.chunk(2), weight, strict=True)])
         half = [len(x) // 2] * 2
-        (expert,) = [each for each in self.each if each is not None]
-        rows = expert(experts.travel(x, half, half, self.group))
+        rows = experts.travel(x, half, half, self.group) @ weight[0]
         return experts.travel(rows, half, half, self.group)
 
 
@@ -418,8 +418,9 @@ def divided(case: Normed) -> nn.Module:
         parallelize_module(model, other, cuts)
     elif isinstance(pair := model[1], Pair):
         pair.group = other.get_group()
-        pair.each[1 - other.get_local_rank()] = None  # type: ignore[assignment]
-        fully_shard(pair, device_mesh=data, expert_mesh=other, **options)
+        cut = distribute_tensor(pair.weight.detach(), other, [Shard(0)])
+        pair.weight = nn.Parameter(cut)
+        fully_shard(pair, device_mesh=data, **options)
         every = (case.dims[0], case.dims[1] * case.others)
         data = init_device_mesh("cpu", every, mesh_dim_names=DIMS)
     return fully_shard(model, device_mesh=data, **options)

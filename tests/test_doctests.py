@@ -70,11 +70,7 @@ def namespace(module: str) -> dict[str, Any]:
     if module.endswith(DOORS):
         return names
 
-    fully_shard(
-        model,
-        policy=ModuleWrapPolicy({_Block, nn.Linear}),
-        group_by=lambda fqn, param: "matrices" if param.ndim > 1 else "rest",
-    )
+    fully_shard(model, policy=ModuleWrapPolicy({_Block, nn.Linear}))
     optimizer = torch.optim.AdamW(model.parameters())
     torch.autograd.backward(model(x).sum())
     optimizer.step()

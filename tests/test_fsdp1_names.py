@@ -42,7 +42,6 @@ DIFFERENCES = {
 ADDED = {
     # Ours alone, after torch's, so that they can be given by keyword and left out.
     "FullyShardedDataParallel.__init__": [
-        "expert_mesh",
         "tied_params",
         "check_weights",
         "wire",

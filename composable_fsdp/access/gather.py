@@ -75,12 +75,9 @@ def gather_whole(
         full, slot = fulls[handle.layout.regions.index(ref.region)], ref.slot
         part = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
         value = ref.form.whole(part)
-        if slot.strides:
-            # Values of the plain model have its memory format.
-            value = value.new_empty_strided(value.shape, slot.strides).copy_(value)
         # Copied, so that the caller's tensors do not keep the full buffer alive.
         home = "cpu" if to_cpu else value.device
-        made.append(value.to(home, copy=not slot.strides))
+        made.append(value.to(home, copy=True))
     return made
 
 
@@ -92,9 +89,6 @@ def gather_slot(ref: ParamRef, part: Tensor) -> Tensor:
         return part.new_empty(ref.shape)
     cuts = [layout.interval(slot, rank) for rank in range(layout.world_size)]
     own = gather_part(part, slot.shape, cuts, handle.groups.shard, handle.layout.device)
-    if slot.strides:
-        # The plain model's memory format.
-        own = own.new_empty_strided(slot.shape, slot.strides).copy_(own)
     # The data ranks hold equal rectangles; the last step joins the rectangles.
     return ref.form.whole(own)
 

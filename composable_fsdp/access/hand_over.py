@@ -44,9 +44,8 @@ def boxes(
     rank that has them. Names are those of ``stream_full``. A rank's boxes of a name lie
     in its sharded parameter one behind the other.
 
-    Raises: CompositionError, if the ranks of the meshes form no regular grid, if parts
-        of tensor parallelism differ in size, and for experts that are no DTensors
-        (``expert_mesh``), of which a rank knows its own alone.
+    Raises: CompositionError, if the ranks of the meshes form no regular grid, or if
+        parts of tensor parallelism differ in size.
 
     >>> boxes(model)["head.weight"]
     ((0, (0, 0), (4, 4)),)

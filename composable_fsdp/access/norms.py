@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from composable_fsdp.access.other_parts import (
     Route,
-    count_common,
     require_one_world,
     route_of,
 )
@@ -123,7 +122,7 @@ def norm_of(
     if routes:
         # Without ``max_norm``: a value that changes would visit the store every step.
         details = (f"norm_type={norm_type:g}", f"{dtype}")
-        about = f"{count_common(chosen, handles)} parameters"
+        about = f"{len(chosen)} parameters"
         # A training loop repeats this call, and an expected call visits no store.
         meet(
             dict.fromkeys(chain(*routes)),
@@ -227,7 +226,8 @@ def _tensors_of(
             found: list[Tensor] = []
             for region in regions:
                 found += _gradients(region, chosen)
-            return [(handle.groups.cut, found)]
+            shard = handle.groups.shard
+            return [(() if shard is None else (shard,), found)]
     routes: list[tuple[Route, list[Tensor]]] = []
     for route, ref in by_route(handle, chosen):
         held: Sequence[Tensor | None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from operator import attrgetter
 
 import torch.distributed as dist
@@ -19,10 +19,11 @@ a parameter, or all that reach the ranks of a unit."""
 
 def route_of(handle: FlatParamHandle, slot: int) -> Route:
     """Return the groups over which the norm of a parameter's gradient is a sum."""
-    cut, form = handle.groups.cut, handle.layout.forms[slot]
+    shard, form = handle.groups.shard, handle.layout.forms[slot]
     # Replicas have equal gradients, as have the ranks of a mesh that does not cut.
     known = form.mesh_groups
-    return (*(group for group in cut if group not in known), *form.cut_over)
+    own = () if shard is None or shard in known else (shard,)
+    return (*own, *form.cut_over)
 
 
 def require_one_world(handles: Iterable[FlatParamHandle], what: str) -> None:
@@ -37,8 +38,7 @@ def require_one_world(handles: Iterable[FlatParamHandle], what: str) -> None:
             raise CompositionError(
                 f"{what} got units with gradients over different ranks: "
                 f"{_over(first)}, {_over(other)}. If the ranks of the second hold "
-                "different experts, pass them to fully_shard with "
-                "expert_mesh=mesh['ep'], or as DTensors of "
+                "different experts, stack them as DTensors of "
                 "distribute_tensor(weight, mesh['ep'], [Shard(0)]). Else shard both "
                 f"over the same ranks, or call {what} for each."
             )
@@ -65,14 +65,6 @@ def _over(handle: FlatParamHandle) -> str:
     return f"{handle.name} over {ranks_text(sorted(handle.groups.ranks))}"
 
 
-def count_common(
-    chosen: Mapping[int, object], handles: Iterable[FlatParamHandle]
-) -> int:
-    """Return how many of ``chosen`` are on all ranks: all but plain experts."""
-    own = [h.leaves for h in handles if h.groups.experts_ref is not None]
-    return len(chosen) - sum(id(leaf) in chosen for leaves in own for leaf in leaves)
-
-
 def require_all_data(handle: FlatParamHandle, top: FlatParamHandle, what: str) -> None:
     """Raise CheckpointError for a trained unit that ranks outside of it train apart.
 
@@ -87,10 +79,10 @@ def require_all_data(handle: FlatParamHandle, top: FlatParamHandle, what: str) -
     ranks = handle.data_ranks
     if handle.layout.trainable and 1 < ranks < top.data_ranks:
         raise CheckpointError(
-            f"{what} expects units over the ranks of the model, or experts that say "
-            f"so; {_over(handle)} is trained by {ranks} ranks of {top.data_ranks}. "
-            "Pass expert_mesh=mesh['ep'] to fully_shard, or DTensors of "
-            "distribute_tensor(weight, mesh['ep'], [Shard(0)]); or take each rank's "
+            f"{what} expects units over the ranks of the model, or experts that are "
+            f"DTensors; {_over(handle)} is trained by {ranks} ranks of "
+            f"{top.data_ranks}. Stack the experts as DTensors of "
+            "distribute_tensor(weight, mesh['ep'], [Shard(0)]), or take each rank's "
             "own under StateDictType.LOCAL_STATE_DICT."
         )
 

@@ -160,8 +160,7 @@ def stream_full(
         joined tensor an all-gather.
     Raises: PhaseError, inside forward, backward or ``unshard_params``, from these in
         the loop, and after an optimizer step there; DesyncError, if another rank leaves
-        before the end; CompositionError, for ``names`` that do not exist, and for
-        experts that are no DTensors (``expert_mesh``); ValueError.
+        before the end; CompositionError, for ``names`` that do not exist.
 
     >>> for name, tensor in stream_full(model, dtype=torch.bfloat16):
     ...     print(name, tuple(tensor.shape))

@@ -125,17 +125,8 @@ def entries_of(
 ) -> list[list[Entry]]:
     """Return the tensors of each unit, then those that no unit holds, one by one.
 
-    Raises: CompositionError, for ``names`` that ``model`` does not have, and for
-        experts of this rank alone.
+    Raises: CompositionError, for ``names`` that ``model`` does not have.
     """
-    for state in states:
-        if state.handle.groups.experts_ref is not None:
-            raise CompositionError(
-                "stream_full and boxes expect tensors that every rank knows, and "
-                f"{state.title} holds the experts of this rank alone (expert_mesh). "
-                "Stack the experts as DTensors of distribute_tensor(weight, "
-                "mesh['ep'], [Shard(0)]), or take model.state_dict()."
-            )
     every = {each[0]: each for each in _entries(states, model, dtype)}
     wanted = dict.fromkeys(every if names is None else map(strip_wrapper, names))
     for name in wanted:

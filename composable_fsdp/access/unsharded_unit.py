@@ -30,7 +30,7 @@ from composable_fsdp.flat.region import part_of
 from composable_fsdp.flat.residency import version_of, written
 from composable_fsdp.flat.value_hash import hash_values
 from composable_fsdp.naming import quoted
-from composable_fsdp.phases import Phase, illegal_move
+from composable_fsdp.phases import Phase
 from composable_fsdp.planning.dtensors import is_dtensor, local_of
 from composable_fsdp.runtime.unshard import reshard
 from composable_fsdp.tree.root import ensure_root
@@ -274,8 +274,6 @@ def _unshard_state(
             f"Fully sharded module {handle.name} is shown by another block of "
             "unshard_params; its end would take the parameters from both. Use one."
         )
-    if Phase.SUMMON not in handle.phase.followers:
-        raise illegal_move(handle.name, handle.phase, Phase.SUMMON)
     handle.phase = Phase.SUMMON
     NO_STEPS[handle] = _SHOWN
     # The optimizer wrote the shards on the caller's stream.

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.operations import Operation, begin
-from composable_fsdp.comm.works import all_reduce_slices, call_each
 
 # ``all_gather_flat`` and ``reduce_scatter_flat`` run for every unit in every step, so
 # these functions call methods of the process group directly. The public functions of
@@ -131,7 +131,7 @@ def all_gather_flat(
     elif full[0].is_cuda and not operation.log.is_nccl:
         pairs = list(zip(whole, part, strict=True))
         call = getattr(group, _ALL_GATHER)
-        return operation.send(call_each, call, pairs, options, async_op=async_op)
+        return operation.send(_call_each, call, pairs, options, async_op=async_op)
     return operation.send(call, whole, part, options, async_op=async_op)
 
 
@@ -167,7 +167,7 @@ def reduce_scatter_flat(
     # Only gloo's waits have a limit.
     if operation.patience:
         return operation.send(
-            all_reduce_slices,
+            _all_reduce_slices,
             group.allreduce,
             group.rank(),
             part,
@@ -209,7 +209,63 @@ def all_reduce(
     # gloo adds coalesced tensors in another order: a sum would depend on the number of
     # regions.
     each = [([tensor],) for tensor in given]
-    return operation.send(call_each, group.allreduce, each, options, async_op=async_op)
+    start = group.allreduce
+    return operation.send(_call_each, start, each, options, async_op=async_op)
+
+
+class _Works:
+    """A ``Work`` over several calls, whose wait also copies results, if any."""
+
+    __slots__ = ("_outputs", "_results", "_works")
+
+    def __init__(
+        self, works: list[dist.Work], outputs: Any = (), results: Any = ()
+    ) -> None:
+        self._works, self._outputs, self._results = works, outputs, results
+
+    def wait(self, limit: timedelta) -> None:
+        """Wait for the calls, at most ``limit`` for each; RuntimeError after it."""
+        for work in self._works:
+            work.wait(limit)
+        if self._outputs:
+            torch._foreach_copy_(self._outputs, self._results)
+
+    def is_completed(self) -> bool:
+        """Return whether the next ``wait`` returns or raises at once."""
+        return all(work.is_completed() for work in self._works)
+
+
+def _call_each(
+    start: Callable[..., dist.Work], buffers: Sequence[tuple[object, ...]], options: Any
+) -> _Works | dist.Work:
+    """Return the work, or works, of ``start(*buffers, options)`` for each buffers."""
+    works = [start(*each, options) for each in buffers]
+    return works[0] if len(works) == 1 else _Works(works)
+
+
+def _all_reduce_slices(
+    start: Callable[..., dist.Work],
+    rank: int,
+    shard: Any,
+    full: Any,
+    op: Any,
+    overwrite: bool,
+) -> _Works:
+    """Reduce-scatter over gloo: all-reduces, of which every rank keeps its slice."""
+    # torch's reduce-scatter over gloo copies the input, all-reduces the copy, and
+    # returns a ``Work`` that ignores the limit of a wait and never completes.
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    if isinstance(full, Tensor):
+        shard, full = [shard], [full]
+    if not overwrite:
+        full = [tensor.clone() for tensor in full]
+    # A call per buffer: coalesced buffers would be added in another order.
+    works = [start([tensor], options) for tensor in full]
+    pairs = zip(full, shard, strict=True)
+    return _Works(
+        works, shard, [t.narrow(0, rank * len(part), len(part)) for t, part in pairs]
+    )
 
 
 def gather_flat(full: Tensor | None, shard: Tensor, group: dist.ProcessGroup) -> None:

@@ -57,7 +57,6 @@ class Groups:
 
         shard       divide the parameters; ``rank`` of ``shard_world_size``
         replicate   hold equal shards and average gradients; ``replicas`` in number
-        experts     hold other experts, ``expert_ranks``; no exchange in a step
         scatter     divide the reduced gradients; ``shard`` of most placements
         sum         add up what they hold; ``replicate`` of most placements
         kept        divide the pieces that stay when the full parameters are freed
@@ -65,7 +64,7 @@ class Groups:
     """
 
     __slots__ = (
-        *("can_average", "expert_ranks", "experts_ref", "has_peers", "kept_ref"),
+        *("can_average", "has_peers", "kept_ref"),
         *("names", "rank", "reduced_shards", "replicas", "replicate_ref"),
         *("scatter_ref", "shard_ref", "shard_world_size", "spread_ref", "sum_ref"),
     )
@@ -74,19 +73,18 @@ class Groups:
         self,
         shard: dist.ProcessGroup | None,
         replicate: dist.ProcessGroup | None,
-        experts: dist.ProcessGroup | None = None,
         steps: Sequence[dist.ProcessGroup | None] | None = None,
     ) -> None:
         self.rank = shard.rank() if shard is not None else 0
-        given = (shard, replicate, experts)
+        given = (shard, replicate)
         sizes = [1 if group is None else group.size() for group in given]
-        self.shard_world_size, self.replicas, self.expert_ranks = sizes
+        self.shard_world_size, self.replicas = sizes
         # A group of a single rank sends nothing, so the rest of the code sees no group.
         refs = [
             None if size == 1 else _ref(group)
             for group, size in zip(given, sizes, strict=True)
         ]
-        self.shard_ref, self.replicate_ref, self.experts_ref = refs
+        self.shard_ref, self.replicate_ref = refs
         # Equal groups share a reference: the log of operations is one per group.
         given_refs = dict(zip(given, refs, strict=True))
         self.scatter_ref, self.sum_ref, self.kept_ref, self.spread_ref = [
@@ -97,7 +95,7 @@ class Groups:
         ranks = 1 if ref is None else ref.get().size()
         self.reduced_shards = self.shard_world_size // ranks
         """Number of shards in what a rank gets of a reduction."""
-        sending = [ref for ref in refs[:2] if ref is not None]
+        sending = [ref for ref in refs if ref is not None]
         self.can_average = all(ref.operations.is_nccl for ref in sending)
         """Whether collectives of GPU tensors can average; gloo can only sum."""
         self.has_peers = any(
@@ -116,29 +114,6 @@ class Groups:
     def replicate(self) -> dist.ProcessGroup | None:
         """The ranks that hold copies of this rank's shard."""
         return None if self.replicate_ref is None else self.replicate_ref.get()
-
-    @property
-    def experts(self) -> dist.ProcessGroup | None:
-        """The ranks that hold other experts under this rank's unit."""
-        return None if self.experts_ref is None else self.experts_ref.get()
-
-    @property
-    def cut(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups whose ranks hold other elements: shard, then experts."""
-        shard, experts = self.shard_ref, self.experts_ref
-        # Clipping asks for each unit in every step: the usual case makes one call.
-        if experts is None:
-            return () if shard is None else (shard.get(),)
-        return (*(() if shard is None else (shard.get(),)), experts.get())
-
-    @property
-    def expert_names(self) -> tuple[str, ...] | None:
-        """Names of the groups that hold the same experts; None without experts."""
-        # Ranks outside of these groups know other parameters under the unit. A rank
-        # alone has no such group, and then no other rank knows its experts.
-        if self.experts_ref is None:
-            return None
-        return tuple(filter(None, self.names[:2]))
 
     @property
     def present(self) -> tuple[dist.ProcessGroup, ...]:
@@ -174,9 +149,7 @@ class Groups:
     @property
     def is_first(self) -> bool:
         """Whether this rank is "rank 0" in the sense of ``rank0_only``."""
-        group = self.experts
-        first = group is None or group.rank() == 0
-        return first and self.rank == 0 and self.in_first_replica
+        return self.rank == 0 and self.in_first_replica
 
     @property
     def world_size(self) -> int:
@@ -191,7 +164,7 @@ class RankLayout:
     """
 
     __slots__ = (
-        *("_experts", "_replicate", "_shard", "by_node", "device_type", "grid"),
+        *("_replicate", "_shard", "by_node", "device_type", "grid"),
         *("groups", "is_nccl", "members", "ways", "world_size"),
     )
 
@@ -203,10 +176,9 @@ class RankLayout:
         *,
         mesh: tuple[Sequence[str], Sequence[int], Sequence[int]] | None = None,
         by_node: bool = False,
-        experts: dist.ProcessGroup | None = None,
     ) -> None:
         self._shard = GroupRef(shard)
-        self._replicate, self._experts = _ref(replicate), _ref(experts)
+        self._replicate = _ref(replicate)
         self.device_type = device_type
         """Device type of the mesh, or ``None`` without a mesh."""
         self.members: Sequence[int] | None = None
@@ -238,8 +210,3 @@ class RankLayout:
     def replicate(self) -> dist.ProcessGroup | None:
         """The replicate group, if the caller gave a pair of groups or a 2-D mesh."""
         return None if self._replicate is None else self._replicate.get()
-
-    @property
-    def experts(self) -> dist.ProcessGroup | None:
-        """The ranks with other experts, if the caller gave an ``expert_mesh``."""
-        return None if self._experts is None else self._experts.get()

@@ -1,4 +1,4 @@
-"""From the groups or the mesh that a caller names to the ranks of a unit.
+"""From the groups or the mesh that a caller names to a unit's ranks and device.
 
 Of a mesh with three and more dims, the dims are taken by their names::
 
@@ -17,6 +17,7 @@ Private: ``DeviceMesh._flatten``, ``_get_root_mesh``, checked on torch 2.13 and 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from itertools import chain
@@ -51,7 +52,6 @@ def resolve_ranks(
     process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None,
     device_mesh: DeviceMesh | None,
     api: str,
-    expert_mesh: DeviceMesh | None = None,
 ) -> RankLayout:
     """Turn the caller's groups and meshes into a ``RankLayout``."""
     require_process_group(api)
@@ -74,9 +74,6 @@ def resolve_ranks(
     else:
         group = process_group if process_group is not None else dist.group.WORLD
         shard, replicate = _member(group), None
-    if expert_mesh is not None:
-        experts = _expert_group(expert_mesh, shard, replicate)
-        return RankLayout(shard, replicate, kind, mesh=mesh, experts=experts)
     if replicate is not None or kind is not None:
         return RankLayout(shard, replicate, kind, mesh=mesh)
     # Only the default group may be divided by node: the caller's own group is used as
@@ -93,34 +90,6 @@ def resolve_ranks(
 _layouts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, RankLayout]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-def _expert_group(
-    mesh: object, shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None
-) -> dist.ProcessGroup:
-    """Return the group of ranks with other experts."""
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        kind: type[Exception] = TypeError
-        expected, got = "DeviceMesh", type(mesh).__name__
-        if isinstance(mesh, DeviceMesh):
-            kind, expected, got = PlanError, "mesh", f"{mesh.ndim}-D: {mesh}"
-        raise kind(
-            f"expert_mesh expects a 1-D {expected}, got {got}. Pass the dimension "
-            "whose ranks hold other experts, such as mesh['ep']."
-        )
-    group = _member(mesh.get_group())
-    pairs = (shard, replicate)
-    data = [dist.get_process_group_ranks(each) for each in pairs if each is not None]
-    shared = set(chain(*data)) & set(dist.get_process_group_ranks(group))
-    # Ranks that share the unit hold the same experts.
-    if shared != {dist.get_rank()}:
-        raise PlanError(
-            "expert_mesh expects ranks that hold other experts; of its ranks "
-            f"{sorted(shared)} also share or copy this unit. Make one mesh of all data "
-            "ranks, (edp, ep), and pass device_mesh=mesh['edp'], "
-            "expert_mesh=mesh['ep']."
-        )
-    return group
 
 
 def _pair(
@@ -226,3 +195,53 @@ def _refuse_others(mesh: DeviceMesh, known: Sequence[str] | None) -> None:
         f"passed.{rest} If ranks hold equal parameters (context parallelism), flatten: "
         "mesh['dp', 'cp']._flatten('dp_cp')."
     )
+
+
+def resolve_device(
+    device_id: int | torch.device | None,
+    ranks: RankLayout,
+    parameters: Sequence[torch.Tensor],
+    below: Sequence[torch.device] = (),
+) -> torch.device:
+    """Return the compute device of a unit, with an index if CUDA.
+
+    The first rule that applies: ``device_id``; a device of the mesh's device type; a
+    CUDA device if the group uses NCCL; the device of the parameters; the device of the
+    units below; the CPU. Among CUDA devices: the device of the parameters or of the
+    units below; the device that the group is bound to; the current device.
+    """
+    if device_id is not None:
+        if isinstance(device_id, int):
+            return torch.device("cuda", device_id)
+        try:
+            return _indexed(torch.device(device_id))
+        # torch's text lists device types, and does not name the argument.
+        except (RuntimeError, TypeError) as error:
+            raise PlanError(
+                "device_id expects a torch.device, such as torch.device('cuda', 0), or "
+                f"the index of a CUDA device; got {device_id!r}."
+            ) from error
+    known = chain((p.device for p in parameters if not p.is_meta), below)
+    kind = "cuda" if ranks.is_nccl else None
+    if ranks.device_type is not None:
+        kind = ranks.device_type
+    if kind is None:
+        return next(known, torch.device("cpu"))
+    bound = getattr(ranks.shard, "bound_device_id", None)
+    near = chain(known, () if bound is None else (bound,))
+    same = (device for device in near if device.type == kind)
+    return next(same, None) or _indexed(torch.device(kind))
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Return ``device`` with an index if the device is "cuda"."""
+    # "cuda" without an index means the current device, which may change later, and
+    # prints without the index.
+    if str(device) == "cuda":
+        local = os.environ.get("LOCAL_RANK", "")
+        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
+        if not used and local.isdecimal() and int(local) < torch.cuda.device_count():
+            # Otherwise all ranks of a node would use the node's first GPU.
+            torch.cuda.set_device(int(local))
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -173,7 +173,7 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
         return _group_of(row, ranks.shard)
 
     steps = [over(names) for names in dims.steps]
-    groups = Groups(over(dims.states), over(dims.others), ranks.experts, steps)
+    groups = Groups(over(dims.states), over(dims.others), steps)
     # Not kept: the groups of the nodes may be destroyed before the default group.
     if not by_node:
         ranks.groups[chosen] = groups

@@ -58,9 +58,6 @@ class WireFormat(ABC):
     """A shard's number of elements is a multiple of this number."""
     needs_rows: bool = False
     """Whether no shard boundary may cut a row (``block=Block.ROW``)."""
-    needs_maximum: bool = False
-    """Whether ``encode`` needs the largest magnitude of each matrix over all ranks,
-    which costs an all-reduce of a float32 per matrix before each all-gather."""
 
     def __repr__(self) -> str:
         # Ranks compare the texts of formats: the address of the object would differ.
@@ -87,14 +84,7 @@ class WireFormat(ABC):
         return 8 * layout.shard_numel
 
     @abstractmethod
-    def encode(
-        self,
-        shard: Tensor,
-        out: Tensor,
-        layout: WireLayout,
-        rank: int,
-        largest: Tensor | None,
-    ) -> None:
+    def encode(self, shard: Tensor, out: Tensor, layout: WireLayout, rank: int) -> None:
         """Write a shard into this rank's slice of the wire.
 
         Args:
@@ -102,8 +92,6 @@ class WireFormat(ABC):
             out: the slice ``(nbytes,)`` in uint8; every byte must be written.
             layout: the flat buffer.
             rank: this rank's index in the shard group.
-            largest: the largest magnitude of each matrix over all ranks
-                ``(matrices,)`` in float32, if ``needs_maximum``; else None.
         """
 
     @abstractmethod
@@ -116,15 +104,3 @@ class WireFormat(ABC):
             full: the output ``(padded_numel,)`` in the compute dtype.
             layout: the flat buffer.
         """
-
-
-def largest_magnitudes(shard: Tensor, layout: WireLayout, rank: int) -> Tensor:
-    """Return the largest magnitude of each matrix in a shard, ``(matrices,)``."""
-    found = torch.zeros(len(layout.matrices), device=shard.device)
-    for index, first, last in layout.parts(rank):
-        offset, _, width = layout.matrices[index]
-        # Only this rank's rows; the all-reduce over ranks covers the others.
-        begin = offset + first * width - rank * layout.shard_numel
-        part = shard[begin : begin + (last - first) * width]
-        found[index] = part.abs().amax().float()
-    return found

@@ -57,20 +57,18 @@ class Contract(Protocol[P, S_co]):
 
 @overload
 def contract(
-    state_cls: Callable[[], S], *, check_names: bool = True
+    state_cls: Callable[[], S],
 ) -> Callable[[Callable[Concatenate[Any, P], object]], Contract[P, S]]: ...
 
 
 @overload
-def contract(
-    *, check_names: bool = True
-) -> Callable[
+def contract() -> Callable[
     [Callable[Concatenate[Any, P], object]], Contract[P, SimpleNamespace]
 ]: ...
 
 
 def contract(
-    state_cls: Callable[[], Any] = SimpleNamespace, *, check_names: bool = True
+    state_cls: Callable[[], Any] = SimpleNamespace,
 ) -> Callable[[Callable[Concatenate[Any, P], object]], Contract[P, Any]]:
     """Turn a function of a module, or of a list of modules, into a composable API.
 
@@ -82,8 +80,6 @@ def contract(
     Args:
         state_cls: makes the state of a call. Default SimpleNamespace, which accepts any
             attribute.
-        check_names: compare the names of parameters, buffers and modules before and
-            after the call. Default True; pass False if the API cannot change a name.
 
     Returns: a decorator that makes a ``Contract``.
 
@@ -97,11 +93,11 @@ def contract(
     'first'
     """
 
-    return contract_after(None, state_cls, check_names=check_names)
+    return contract_after(None, state_cls)
 
 
 def contract_after(
-    first: First | None, state_cls: Callable[[], S], *, check_names: bool = True
+    first: First | None, state_cls: Callable[[], S]
 ) -> Callable[[Callable[Concatenate[Any, P], object]], Contract[P, S]]:
     """Return what ``contract`` does, for an API that asks ``first`` before a call."""
 
@@ -129,15 +125,14 @@ def contract_after(
             modules = _as_modules(name, module)
             _require_fresh(name, modules)
             # Take the outline first: after the API has run, the old names are gone.
-            before = [_outline(m) for m in modules] if check_names else []
+            before = [_outline(m) for m in modules]
             state = state_cls()
             try:
                 for each in modules:
                     set_state(each, name, state)
                 returned = api(module, *args, **kwargs)
                 _require_kept(name, modules, returned, state)
-                # Not strict: with ``check_names=False``, ``before`` is empty.
-                for each, outline in zip(modules, before, strict=False):
+                for each, outline in zip(modules, before, strict=True):
                     _require_names(name, each, outline)
             # BaseException includes KeyboardInterrupt: an interrupted call must leave
             # no state behind, or the next call would be refused.

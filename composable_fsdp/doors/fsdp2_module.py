@@ -16,7 +16,6 @@ from torch import nn
 from composable_fsdp.access import manual, settings
 from composable_fsdp.errors import CompositionError, warn
 from composable_fsdp.features.init_weights import apply_whole
-from composable_fsdp.features.wires import custom
 
 
 class FSDPModule(nn.Module):
@@ -79,8 +78,6 @@ class FSDPModule(nn.Module):
     set_gradient_divide_factor = settings.set_gradient_divide_factor
     set_reduce_scatter_unused_params = settings.set_reduce_scatter_unused_params
     set_separate_reduce_scatter_group = settings.set_separate_reduce_scatter_group
-    set_custom_all_gather = custom.set_custom_all_gather
-    set_custom_reduce_scatter = custom.set_custom_reduce_scatter
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the next all-gathers wait for ``event``, as the current stream does.
@@ -145,6 +142,14 @@ class FSDPModule(nn.Module):
         """Refuse buffers in memory of the process group; accept False."""
         if enable:
             _refuse("set_allocate_memory_from_process_group_for_comm(True)")
+
+    def set_custom_all_gather(self, comm: object) -> None:
+        """Refuse a collective by an object of the caller."""
+        _refuse("set_custom_all_gather")
+
+    def set_custom_reduce_scatter(self, comm: object) -> None:
+        """Refuse a collective by an object of the caller."""
+        _refuse("set_custom_reduce_scatter")
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Refuse symmetric memory."""

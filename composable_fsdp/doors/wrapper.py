@@ -81,8 +81,8 @@ class FullyShardedDataParallel(Attributes, PlainNames):
         cpu_offload, mixed_precision, ignored_modules, ignored_states, device_id,
             device_mesh, sync_module_states, forward_prefetch, limit_all_gathers: As in
             ``fully_shard``, with its defaults.
-        expert_mesh, tied_params, check_weights, wire, arena, if_sharded: The same;
-            FSDP1 does not have these arguments.
+        tied_params, check_weights, wire, arena, if_sharded: The same; FSDP1 does not
+            have these arguments.
 
     Collective: as ``fully_shard``.
     Raises: as ``fully_shard``; the module is then unchanged.
@@ -122,7 +122,6 @@ class FullyShardedDataParallel(Attributes, PlainNames):
         ignored_states: Iterable[Any] | None = None,
         device_mesh: DeviceMesh | None = None,
         *,
-        expert_mesh: DeviceMesh | None = None,
         tied_params: TiedParams = "error",
         check_weights: Report = "warn",
         wire: WireFormat | None = None,
@@ -160,7 +159,6 @@ class FullyShardedDataParallel(Attributes, PlainNames):
             use_orig_params=use_orig_params,
             ignored_states=ignored_states,
             device_mesh=device_mesh,
-            expert_mesh=expert_mesh,
             tied_params=tied_params,
             check_weights=check_weights,
             wire=wire,

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from composable_fsdp.comm.compute_device import resolve_device
 from composable_fsdp.comm.groups import RankLayout
-from composable_fsdp.comm.meshes import resolve_ranks
+from composable_fsdp.comm.meshes import resolve_device, resolve_ranks
 from composable_fsdp.comm.nodes import sizes_for
 from composable_fsdp.compose.registry import API
 from composable_fsdp.config import TiedParams
@@ -62,7 +61,6 @@ def prepare(
     *,
     process_group: Any = None,
     device_mesh: Any = None,
-    expert_mesh: Any = None,
     policy: AnyPolicy | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     ignored_states: Iterable[Any] | None = None,
@@ -88,7 +86,7 @@ def prepare(
         from composable_fsdp.planning.policies import evaluate_policy
 
         units = partial(evaluate_policy, policy)
-    ranks = resolve_ranks(process_group, device_mesh, api, expert_mesh)
+    ranks = resolve_ranks(process_group, device_mesh, api)
     request = make_request(
         options,
         ranks.world_size,
@@ -134,11 +132,11 @@ def apply(
     # Every check runs before the first change.
     for module in modules:
         _refuse_owned(module, request.api)
-    targets, _ = plan_targets(modules, request)
+    targets = plan_targets(modules, request)
     _refuse_started(modules[0], targets)
     parameters = [p for t in targets for region in t.parameters for p in region]
     device = _device_of(targets, parameters, application)
-    _refuse_ranks(modules[0], targets, parameters, ranks, device)
+    _refuse_ranks(targets, ranks, device)
     init, sync = application.param_init_fn, application.sync_module_states
     on_meta = any(map(attrgetter("is_meta"), parameters))
     before: Callable[[int], None] | None = None
@@ -288,11 +286,7 @@ def _refuse_started(module: nn.Module, targets: Sequence[Target]) -> None:
 
 
 def _refuse_ranks(
-    module: nn.Module,
-    targets: Sequence[Target],
-    parameters: Sequence[nn.Parameter],
-    ranks: RankLayout,
-    device: torch.device,
+    targets: Sequence[Target], ranks: RankLayout, device: torch.device
 ) -> None:
     """Refuse targets that do not fit the groups; planning knows only their sizes."""
     # Equal units share their layouts, so plain models pay one test per region.
@@ -303,11 +297,3 @@ def _refuse_ranks(
     if not is_plain:
         for check in moments.UNITS_PLANNED:
             check(targets, ranks, device)
-    # Other ranks would wait for this rank where they exchange names and norms.
-    if ranks.experts is not None and not parameters:
-        raise PlanError(
-            f"fully_shard with an expert_mesh got a {type(module).__name__} "
-            "without parameters on this rank; expected an expert on each rank, because "
-            "norms and state dicts are exchanged where experts are. Use fewer "
-            "ranks, or stacked experts as DTensors, of which a rank may have none."
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.comm.compute_device import resolve_device
 from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.comm.meshes import resolve_device
 from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.contract import contract_after
 from composable_fsdp.config import (
@@ -148,7 +148,6 @@ def _members(ranks: RankLayout) -> str:
     named = (
         ("ranks", ranks.shard),
         ("copies on", ranks.replicate),
-        ("other experts on", ranks.experts),
     )
     return ", ".join(
         f"{name} {sorted(dist.get_process_group_ranks(group))}"
@@ -164,7 +163,6 @@ def fully_shard(
     *,
     process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
     device_mesh: DeviceMesh | None = None,
-    expert_mesh: DeviceMesh | None = None,
     policy: AnyPolicy | None = None,
     strategy: ShardingStrategy = FULL_SHARD,
     placement: Placement | None = None,
@@ -179,7 +177,6 @@ def fully_shard(
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
     block: Block | RowBlock = Block.ROW,
-    group_by: Callable[[str, nn.Parameter], Hashable] | None = None,
     if_sharded: Literal["error", "skip"] = "error",
     tied_params: TiedParams = "error",
     check_weights: Report = "warn",
@@ -204,11 +201,6 @@ def fully_shard(
         device_mesh: The ranks as a mesh instead of ``process_group``: a 1-D mesh
             shards, a 2-D mesh is (replicate, shard), and dims of a larger mesh are
             taken by their names (``comm.meshes``).
-        expert_mesh: The ranks that hold other experts in the place of ``module``, as a
-            1-D mesh, for experts that are plain parameters. Gradients are divided by
-            the ranks of both meshes, norms are over both, and state dicts hold the
-            experts of all ranks, whose names must differ. Default None: all ranks have
-            the same parameters, or parameters are DTensors.
         policy: Selects the modules below ``module`` that become units: a policy object,
             a function ``(module, recurse, nonwrapped_numel) -> bool``, or a function
             that returns ``{module: options}``. The policy does not enter units made by
@@ -250,10 +242,6 @@ def fully_shard(
             GPU. Default True.
         block: The piece that no shard boundary cuts: Block.ROW (default),
             Block.rows(n), Block.TENSOR or Block.ELEMENT.
-        group_by: A function of a parameter's name in ``module`` and the parameter.
-            Parameters with different results are placed in different regions, so that
-            ``flat_parameter_groups`` can separate them. The results must be equal on
-            all ranks. Default None: no separation.
         if_sharded: "error" (default), or "skip" to return a module that is already
             sharded with equal options over equal ranks on the same device. A module
             sharded with other options is refused. The policy is not compared.
@@ -302,7 +290,6 @@ def fully_shard(
         use_orig_params=use_orig_params,
         mixed_precision=mixed_precision,
         cpu_offload=cpu_offload,
-        group_by=group_by,
         check_weights=check_weights,
         wire=wire,
         arena=arena,
@@ -311,7 +298,6 @@ def fully_shard(
         options,
         process_group=process_group,
         device_mesh=device_mesh,
-        expert_mesh=expert_mesh,
         policy=policy,
         ignored_modules=ignored_modules,
         ignored_states=ignored_states,

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from composable_fsdp.features.comm_hooks.int8_exchange import (
         int8_all_to_all_hook as int8_all_to_all_hook,
     )
-    from composable_fsdp.features.flat_params import (
-        flat_parameter_groups as flat_parameter_groups,
-    )
     from composable_fsdp.features.flat_params import flat_parameters as flat_parameters
     from composable_fsdp.features.host_memory.sleeping import released as released
     from composable_fsdp.features.host_memory.sleeping import sleep as sleep
@@ -73,7 +70,7 @@ _resolve, __all__ = resolver(
             "bf16_compress_hook fp16_compress_hook reduce_scatter_hook replica_hook"
         ),
         "features.comm_hooks.int8_exchange": "int8_all_to_all_hook",
-        "features.flat_params": "flat_parameter_groups flat_parameters",
+        "features.flat_params": "flat_parameters",
         "features.host_memory.sleeping": "released sleep wake",
         "features.host_memory.state_buffers": "offload_states",
         "features.nonfinite": "NonFinite find_nonfinite",

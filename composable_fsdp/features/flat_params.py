@@ -12,13 +12,12 @@ Value and gradient of the padding are zero; no norm and no state dict includes i
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
 from operator import attrgetter
 
 from torch import nn
 
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.flat_parameter import clear_flat_gradients, find_flat, flat_of
+from composable_fsdp.flat.flat_parameter import clear_flat_gradients, flat_of
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import quoted, strip_wrapper
 from composable_fsdp.optim.step_hooks import install_step_hooks
@@ -95,28 +94,6 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     for each in (module, *(m for state in states for m in state.modules)):
         _clear_flat_ones_too(each)
     return [*flats, *filter(attrgetter("requires_grad"), others)]
-
-
-def flat_parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter]]:
-    """Return the parameters of ``flat_parameters``, by the results of ``group_by``.
-
-    The key None has the flat parameters of units that were sharded without
-    ``group_by``, and the parameters that no unit holds.
-
-    Raises: as ``flat_parameters``.
-
-    >>> groups = flat_parameter_groups(model)
-    >>> optim = AdamW([
-    ...     {"params": groups["matrices"], "weight_decay": 0.1},
-    ...     {"params": groups["rest"], "weight_decay": 0.0},
-    ... ])
-    """
-    groups: dict[Hashable, list[nn.Parameter]] = {}
-    for parameter in flat_parameters(module):
-        found = find_flat(parameter)
-        group = None if found is None else found[1].layout.group
-        groups.setdefault(group, []).append(parameter)
-    return groups
 
 
 def _clear_flat_ones_too(module: nn.Module) -> None:

@@ -18,7 +18,6 @@ from composable_fsdp.access.norms import (
 )
 from composable_fsdp.access.other_parts import (
     Route,
-    count_common,
     require_one_world,
 )
 from composable_fsdp.access.unsharded_unit import require_awake
@@ -95,7 +94,7 @@ def find_nonfinite(
     require_awake(handles, "find_nonfinite")
     require_one_world(handles, "find_nonfinite")
     routes = _routes(handles, chosen, replicas=True)
-    call = Call("find_nonfinite", f"{count_common(chosen, handles)} parameters")
+    call = Call("find_nonfinite", f"{len(chosen)} parameters")
     meet(dict.fromkeys(g for route in routes for g in route), call, always=False)
     found = _found(routes)
     # No unit knows the name of a plain parameter.

@@ -167,11 +167,7 @@ def _found(
 
 def _checksum(refs: Sequence[ParamRef | None]) -> str:
     """Return a checksum of which parameters are where, in words."""
-    # Not of experts, of which each rank has others.
-    names = [
-        ref.name if ref and ref.handle.groups.expert_names is None else ""
-        for ref in refs
-    ]
+    names = [ref.name if ref else "" for ref in refs]
     return f"order {zlib.crc32(repr(names).encode()):08x}"
 
 

@@ -18,9 +18,9 @@ from composable_fsdp.comm.groups import Groups
 from composable_fsdp.flat import part_guards
 from composable_fsdp.flat.build_region import (
     build_region,
-    compute_views,
     fills_of,
     full_leaves,
+    full_views,
     make_full,
 )
 from composable_fsdp.flat.gather_sources import EncodedShards, Pieces
@@ -79,7 +79,6 @@ def build_handle(
     # ``copy.deepcopy`` passes rule and guards: modules below may be partly copied.
     if rule is None:
         rule = ReduceRule()
-        rule.expert_ranks = groups.expert_ranks
     if guarded is None:
         guarded = part_guards.find_guards(
             groups, target.owners, target.modules, forms=forms
@@ -358,7 +357,7 @@ def renew_full_leaves(
         full, layout = region.full, region.layout
         made = full_leaves(
             layout,
-            compute_views(layout, full.buffer),
+            full_views(layout, full.buffer)[0],
             region.leaves,
             handle.layout.forms,
         )

@@ -150,23 +150,21 @@ def make_full(
     wire = layout.wire if wired and layout.padded_numel else None
     # A single rank encodes and decodes, too: numbers must not depend on the ranks.
     is_cut = layout.world_size > 1 or dtype != layout.dtype or offload or bool(wire)
-    is_cut = is_cut or layout.is_strided
     buffer, own_slice = shard, None
     if is_cut:
         # The caller has left inference mode.
         buffer = torch.empty(layout.padded_numel, dtype=dtype, device=device)
-    if not wire and (dtype != layout.dtype or offload or layout.is_strided):
+    if not wire and (dtype != layout.dtype or offload):
         start = rank * layout.shard_numel
         own_slice = buffer[start : start + layout.shard_numel]
-    own_parts = () if own_slice is None else _own_parts(layout, own_slice, rank)
-    parts = compute_views(layout, buffer)
+    parts, _ = full_views(layout, buffer)
     made = full_leaves(layout, parts, leaves, forms)
     if is_cut:
         # Views can be created only while the storage has memory. The views stay valid
         # when the storage is resized to 0.
         memory.free(buffer)
     encoded = _wire_buffer(layout, rank, device) if wire else None
-    return FullBuffer(buffer, own_slice, is_cut, tuple(made), own_parts, encoded)
+    return FullBuffer(buffer, own_slice, is_cut, tuple(made), encoded)
 
 
 def _wire_buffer(layout: RegionLayout, rank: int, device: torch.device) -> WireBuffer:
@@ -197,33 +195,6 @@ def full_views(
     return parts, tuple([pieces[i] for i in cuts.gaps])
 
 
-def compute_views(layout: RegionLayout, buffer: Tensor) -> list[Tensor]:
-    """Split ``full`` into views of parameters with the strides that compute sees."""
-    parts, _ = full_views(layout, buffer)
-    if layout.is_strided:
-        for part, slot in zip(parts, layout.parameters, strict=True):
-            if slot.strides:
-                # In place, as ``resize_`` above.
-                part.as_strided_(slot.shape, slot.strides)
-    return parts
-
-
-def _own_parts(
-    layout: RegionLayout, own_slice: Tensor, rank: int
-) -> tuple[Tensor, ...]:
-    """Return this rank's rows of each parameter, with the strides that compute sees."""
-    if not layout.is_strided:
-        return ()
-    views, _ = shard_views(layout.shard_cuts(rank, rows=True), own_slice)
-    # Rows of a parameter have the strides of the whole.
-    return tuple(
-        [
-            view.as_strided(view.shape, slot.strides) if slot.strides else view
-            for view, slot in zip(views, layout.parameters, strict=True)
-        ]
-    )
-
-
 def fills_of(
     regions: Sequence[FlatParameter], pieces: Sequence[Tensor] | None = None
 ) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -233,15 +204,9 @@ def fills_of(
     """
     made: list[tuple[Tensor, Tensor]] = []
     for at, region in enumerate(regions):
-        own, parts = region.full.own_slice, region.full.own_parts
-        if own is None:
-            continue
-        if pieces is not None:
-            own = pieces[at]
-            parts = _own_parts(region.layout, own, region.rank)
-        # A copy per parameter, because each has strides of its own.
-        views, _ = shard_views(region.cuts, region.shard) if parts else ((), ())
-        made += zip(parts or (own,), views or (region.shard,), strict=True)
+        own = region.full.own_slice
+        if own is not None:
+            made.append((own if pieces is None else pieces[at], region.shard))
     return tuple(made)
 
 

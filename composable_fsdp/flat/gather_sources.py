@@ -29,7 +29,6 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Waitable, copy_async, outside_transforms
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.operations import Operation
-from composable_fsdp.comm.wire_format import largest_magnitudes
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.build_region import fills_of
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -49,7 +48,7 @@ class EncodedShards:
     def fill(
         self, context: object, handle: FlatParamHandle
     ) -> tuple[list[Tensor], GroupRef | None]:
-        """Encode the shards. Collective: as ``_encode_shards``."""
+        """Encode the shards."""
         _encode_shards(handle)
         for own_slice, shard in handle.form.fills:
             copy_async(own_slice, shard)
@@ -89,10 +88,7 @@ class EncodedShards:
 @outside_transforms
 @torch.no_grad()
 def _encode_shards(handle: FlatParamHandle) -> None:
-    """Write the shards of regions with a wire format into this rank's slices.
-
-    Collective: an all-reduce per region whose format needs the largest magnitudes.
-    """
+    """Write the shards of regions with a wire format into this rank's slices."""
     for region in handle.layout.regions:
         wire, layout = region.full.wire, region.layout
         if wire is None:
@@ -101,28 +97,7 @@ def _encode_shards(handle: FlatParamHandle) -> None:
         memory.allocate(wire.buffer)
         # An offloaded shard is encoded on the device, which is faster than the host.
         shard = region.shard.to(region.device, non_blocking=True)
-        largest = None
-        if layout.wire.needs_maximum:
-            largest = _largest(handle, region, shard)
-        layout.wire.encode(shard, wire.own, layout.wire_layout, region.rank, largest)
-
-
-def _largest(handle: FlatParamHandle, region: FlatParameter, shard: Tensor) -> Tensor:
-    """Return the largest magnitudes of the matrices over all ranks."""
-    found = largest_magnitudes(shard, region.layout.wire_layout, region.rank)
-    ref = handle.groups.shard_ref
-    if ref is not None:
-        # Computed anew for each all-gather: between two of them a user may have
-        # written to the shards.
-        collectives.all_reduce(
-            found,
-            ref.ref() or ref.get(),
-            maximum=True,
-            operation=Operation(
-                ref.operations, "all_reduce", handle.full_fqn, handle.phase, found
-            ),
-        )
-    return found
+        layout.wire.encode(shard, wire.own, layout.wire_layout, region.rank)
 
 
 class _Decoding:

@@ -45,8 +45,7 @@ def find_guards(
     forms: Forms = NO_FORMS,
 ) -> PartGuards:
     """Return the tables of pre-hooks of a unit's parts, without refusals."""
-    # Gradients of experts are sums over other ranks' tokens, also on a single rank.
-    if groups.world_size * groups.expert_ranks == 1 and not forms:
+    if groups.world_size == 1 and not forms:
         return PartGuards(())
     parts = dict(zip(map(id, owners), owners, strict=True))
     without = {key for key, owner in parts.items() if not has_forward(owner)}

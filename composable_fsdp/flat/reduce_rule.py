@@ -46,7 +46,6 @@ class ReduceRule:
 
     __slots__ = (
         "after_sum",
-        "all_gather",
         "all_reduce",
         "expert_ranks",
         "factor",
@@ -57,7 +56,6 @@ class ReduceRule:
         "hook",
         "hook_state",
         "keeps_empty",
-        "reduce_scatter",
     )
 
     def __init__(self) -> None:
@@ -88,10 +86,6 @@ class ReduceRule:
         """Called with the sums of a region, before the division after the sum. Default:
         None."""
         # With the arguments of ``collectives``, so that a step only picks a function.
-        self.all_gather: Callable[..., Any] | None = None
-        """Stands in for ``collectives.all_gather_flat`` in the step. Default: None."""
-        self.reduce_scatter: Callable[..., Any] | None = None
-        """Stands in for ``collectives.reduce_scatter_flat``. Default: None."""
 
     def fill_missing(self, *, fill: bool) -> None:
         """Choose whether parameters without a gradient are reduced as zeros."""

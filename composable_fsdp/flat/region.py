@@ -53,9 +53,6 @@ class FullBuffer(NamedTuple):
     """Whether ``buffer`` is a buffer of its own. If not, ``buffer`` is ``shard``."""
     leaves: tuple[nn.Parameter, ...]
     """The full leaves, aligned with ``FlatParameter.leaves``."""
-    own_parts: tuple[Tensor, ...] = ()
-    """If a parameter is channels_last: this rank's rows of each parameter in
-    ``buffer``, where the shards are copied before the all-gather."""
     wire: WireBuffer | None = None
     """What the all-gather fills in place of ``buffer``, with a wire format."""
 

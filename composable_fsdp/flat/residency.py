@@ -168,7 +168,7 @@ def leave_full(handle: FlatParamHandle) -> None:
         # With a wire format the backend has written into the encoded values alone.
         if full.wire or not full.is_own or not memory.is_allocated(full.buffer):
             continue
-        views = [] if full.own_slice is None else [full.own_slice, *full.own_parts]
+        views = [] if full.own_slice is None else [full.own_slice]
         fresh = memory.leave(full.buffer, [*views, *map(local_of, full.leaves)])
         if handle.form.slot is not None:
             # Nothing reads this memory before the unit moves into the slot again.

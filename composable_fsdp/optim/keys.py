@@ -36,12 +36,10 @@ def state_by_name(
     what: str,
     *,
     partial: bool = False,
-    others: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Return ``saved`` with the plain model's names as keys; new dicts, same values.
 
     ``partial``: parameters may be missing, and numbers count those of ``table``.
-    ``others``: names that other ranks have.
     """
     wanted = ("state", "param_groups")
     if not isinstance(saved, dict) or any(key not in saved for key in wanted):
@@ -68,7 +66,7 @@ def state_by_name(
     _require_once(known, listed, what)
     # Unknown keys stay as they are, and are refused below.
     named = _rekeyed(saved, known)
-    _require_same_names(table.members, named, others, partial=partial)
+    _require_same_names(table.members, named, partial=partial)
     return named
 
 
@@ -144,11 +142,7 @@ def _of_names(keys: list[str], table: Table) -> Keys:
 
 
 def _require_same_names(
-    members: list[Named],
-    saved: dict[str, Any],
-    others: Iterable[str],
-    *,
-    partial: bool,
+    members: list[Named], saved: dict[str, Any], *, partial: bool
 ) -> None:
     """Refuse names that are missing in ``saved`` and names that are left over."""
     theirs = {name for group in saved["param_groups"] for name in group["params"]}
@@ -163,7 +157,7 @@ def _require_same_names(
         and named.handle is not None
         and placement_of(named.handle.layout.plan.options.chosen).states
     )
-    known = {*others, *(named.fqn for named in members)}
+    known = {named.fqn for named in members}
     extra = sorted((theirs | set(saved["state"])) - known)
     if missing or extra:
         raise CheckpointError(

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composable_fsdp.access.other_parts import Route, refuse_forms
-from composable_fsdp.comm import collectives
 from composable_fsdp.comm.consensus import require_success_on_all_ranks
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.config import (
@@ -25,7 +24,6 @@ from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import (
     Group,
     Named,
-    Table,
     given_names,
     groups_of,
     meet_for_state,
@@ -37,11 +35,6 @@ from composable_fsdp.optim.sharded import part_for, part_problem, unlike_part
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.state_dict.other_experts import (
-    expert_units,
-    refuse_experts,
-    require_different,
-)
 from composable_fsdp.state_dict.sent import (
     Described,
     routes_of,
@@ -51,7 +44,6 @@ from composable_fsdp.state_dict.sent import (
 )
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
 
 
@@ -136,7 +128,6 @@ def state_to_load(
     if from_first:
         # The first rank sends over the data ranks alone.
         refuse_forms(handles, f"{what} with rank0_only")
-        refuse_experts(handles, f"{what} with rank0_only")
         # Only the call is compared, because the state is the first rank's.
         meet(ranks, Call(what, details=("rank0_only=True",)))
     shared = share_structure(saved, senders)
@@ -145,15 +136,12 @@ def state_to_load(
         for state in units:
             require_between_steps(state, what)
         table = name_parameters(model, param_groups, given)
-        # No rank sends, so only meetings tell that a rank loads alone.
-        others: Iterable[str] = ()
-        if not local and not from_first:
-            others = _names_of_others(units, table, what)
-        saved = state_by_name(saved, table, what, others=others)
+        saved = state_by_name(saved, table, what)
         # Before the first tensor is gathered or broadcast.
         _require_fit(
             table.members, saved, elementwise=elementwise, from_first=bool(senders)
         )
+    # No rank sends, so only meetings tell that a rank loads alone.
     if not local and not from_first:
         meet_for_state(units, what, replicas=True)
     state_of = _own_state(table.members, saved["state"], senders)
@@ -167,20 +155,6 @@ def state_to_load(
             for group in groups
         ],
     }
-
-
-def _names_of_others(units: list[_FSDPState], table: Table, what: str) -> set[str]:
-    """Return the names that ranks with other experts have. Collective: if there are."""
-    found: set[str] = set()
-    experts = expert_units(unit.handle for unit in units)
-    if experts:
-        meet_for_state(units, what, replicas=True)
-    for group, handles in experts.items():
-        own = [named.fqn for named in table.members if named.handle in handles]
-        told = collectives.all_gather_object(own, group)
-        require_different(told)
-        found.update(*told)
-    return found
 
 
 def _own_state(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +14,6 @@ from torch.utils import _pytree
 
 from composable_fsdp.access.gather import gather_whole
 from composable_fsdp.access.other_parts import require_all_data
-from composable_fsdp.comm import collectives
 from composable_fsdp.comm.consensus import raise_on_all_ranks
 from composable_fsdp.config import (
     FULL_BY_DEFAULT,
@@ -43,12 +41,6 @@ from composable_fsdp.optim.names import (
 from composable_fsdp.optim.sharded import Values, as_sharded, require_same_state
 from composable_fsdp.optim.step_checks import require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.state_dict.other_experts import (
-    expert_units,
-    from_all_ranks,
-    refuse_experts,
-    require_different,
-)
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue, local_of
 from composable_fsdp.tree.root import outermost
@@ -127,8 +119,6 @@ def full_state(
 ) -> dict[str, Any]:
     """Return full state, of whatever type. Collective: as ``optim_state_dict``."""
     handles = [unit.handle for unit in _get_fsdp_states(model)]
-    if first_only:
-        refuse_experts(handles, f"{_WHAT} with rank0_only")
     members, options, states = _agreed(model, optim, given)
     # A rank that returns {} still takes part in all collectives.
     wanted = not (first_only and handles and not handles[0].groups.is_first)
@@ -147,8 +137,7 @@ def full_state(
     units = [sorted(each, key=lambda pair: pair[0].fqn) for each in by_unit.values()]
     for each in sorted(units, key=lambda unit: unit[0][0].fqn):
         _gather(each, result, first_only=first_only, to_cpu=to_cpu)
-    saved = {"state": result, "param_groups": options} if wanted else {}
-    return _with_experts(saved, members, handles, to_cpu=to_cpu)
+    return {"state": result, "param_groups": options} if wanted else {}
 
 
 def sharded_state(
@@ -172,8 +161,7 @@ def sharded_state(
             if isinstance(value, ShardedValue):
                 # ``full_tensor`` would wait for ranks that lack the entry.
                 value.home = None
-        return saved
-    return _with_experts(saved, members, [u.handle for u in _get_fsdp_states(model)])
+    return saved
 
 
 def _agreed(
@@ -256,46 +244,6 @@ def _shards_of(
             shard[ref.offset :][: value.numel()].copy_(value.reshape(-1))
         shards.append(shard)
     return shards
-
-
-def _with_experts(
-    saved: dict[str, Any],
-    members: Sequence[Named],
-    handles: Sequence[FlatParamHandle],
-    *,
-    to_cpu: bool | None = None,
-) -> dict[str, Any]:
-    """Return a state dict whose groups name the plain experts of all ranks.
-
-    Full state also has the state of all: then ``to_cpu`` is given.
-
-    Collective, Raises: over each ``expert_mesh`` as ``from_all_ranks``.
-    """
-    for group, units in expert_units(handles).items():
-        names = [each.fqn for each in members if each.handle in units]
-        # A file has one list per group, and the plain model needs all names in it.
-        told = collectives.all_gather_object(
-            [[n for n in g["params"] if n in names] for g in saved["param_groups"]],
-            group,
-        )
-        require_different(map(chain.from_iterable, told))
-        if to_cpu is not None:
-            # Taken out, so that the experts of all ranks have one order on all ranks.
-            state = saved["state"]
-            own = {name: state.pop(name) for name in names if name in state}
-            # Units of a tree have one compute device, from which the backend sends.
-            device = units[0].layout.device
-            state |= from_all_ranks(own, group, device, to_cpu=to_cpu)
-        # The groups of all ranks are alike but for the experts in them. The order is
-        # that of no rank: DCP joins the entries of the lists that ranks save.
-        for number, each in enumerate(saved["param_groups"]):
-            more = [
-                n for lists in told for part in lists[number : number + 1] for n in part
-            ]
-            each["params"] = [n for n in each["params"] if n not in names] + more
-            # Names that this rank's optimizer was made with, in its own order.
-            each.pop("param_names", None)
-    return saved
 
 
 wants_parts: ContextVar[bool] = ContextVar("wants_parts", default=False)

@@ -43,7 +43,6 @@ from composable_fsdp.optim.step_checks import (
     steps_on_full_params,
 )
 from composable_fsdp.state_dict.dcp_caller import DcpRequest, dcp_request
-from composable_fsdp.state_dict.other_experts import refuse_experts
 from composable_fsdp.state_dict.settings import rank_0_is_first
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
@@ -228,8 +227,6 @@ def _full(optim: Optimizer, given: StateDict, asked: DcpRequest) -> StateDict:
     # Units of which this rank holds parts, in the optimizer's order.
     members = _members(optim, given["param_groups"]).values()
     handles = [named.handle for named in members if named.handle is not None]
-    # The keys are this optimizer's, which has none for the experts of other ranks.
-    refuse_experts(handles, "get_optimizer_state_dict with full_state_dict=True")
     first_only = asked.to_cpu and all(rank_0_is_first(h.groups) for h in handles)
     full = full_state(
         asked.model, optim, given, first_only=first_only, to_cpu=asked.to_cpu

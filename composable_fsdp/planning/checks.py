@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -18,7 +18,6 @@ from composable_fsdp.planning.dtensors import (
     local_of,
     refuse_placements,
 )
-from composable_fsdp.planning.options import GroupBy
 
 
 def refuse_container(module: object) -> None:
@@ -201,25 +200,3 @@ def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> Non
                     "one would be trained. Make them one nn.Parameter (tied), or clone "
                     "one of them."
                 )
-
-
-def group_of(group_by: GroupBy | None, fqn: str, parameter: nn.Parameter) -> Hashable:
-    """Return the group of a parameter: the answer of ``group_by``.
-
-    Raises: TypeError, if the answer is a tensor or not hashable.
-    """
-    if group_by is None:
-        return None
-    group = group_by(fqn, parameter)
-    try:
-        hash(group)
-        # A tensor is hashable by identity, so no two tensors would be the same key.
-        is_key = not isinstance(group, torch.Tensor)
-    except TypeError:
-        is_key = False
-    if not is_key:
-        raise TypeError(
-            f"group_by expects to return a key (a bool, number, string or tuple); for "
-            f"parameter {quoted(fqn)} it returned a {type(group).__name__}."
-        )
-    return group

@@ -18,7 +18,7 @@ every block, so each shard boundary falls between two blocks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -61,15 +61,12 @@ class ParameterSpec(NamedTuple):
     trainable: bool
     block: int
     """Run of elements that no shard boundary may cut."""
-    # Parameters of different groups (``group_by``) or formats share no region.
-    group: Hashable = None
     whole: Whole | None = None
     """Of a DTensor, the place of this rank's rectangle, whose shape is ``shape``."""
     wire: WireFormat | None = None
+    """Parameters of different formats share no region."""
     uncut: bool = False
     """Whether it lies on a single rank, if it is no larger than a rank's share."""
-    strides: tuple[int, ...] | None = None
-    """Of the full parameter that compute sees, if it is channels_last."""
 
     @property
     def numel(self) -> int:
@@ -82,7 +79,7 @@ class ParameterSlot:
     """The interval ``[offset, offset + numel)`` of a parameter in its region.
 
     Args:
-        fqns, shape, block, whole, strides: as in ``ParameterSpec``.
+        fqns, shape, block, whole: as in ``ParameterSpec``.
         numel: number of elements.
         offset: first element in the region.
         index: position in the unit's list of parameters. Names do not identify a
@@ -96,7 +93,6 @@ class ParameterSlot:
     offset: int
     index: int
     whole: Whole | None = None
-    strides: tuple[int, ...] | None = None
 
     @property
     def fqn(self) -> str:
@@ -150,7 +146,6 @@ class RegionLayout:
         padded_numel: elements of the whole buffer.
         shard_numel: elements of a shard.
         parameters: the slots in memory order.
-        group: the answer of ``group_by`` for all parameters of the region.
         wire: the format in which the region is gathered; None: in the compute dtype.
     """
 
@@ -162,7 +157,6 @@ class RegionLayout:
     padded_numel: int
     shard_numel: int
     parameters: tuple[ParameterSlot, ...]
-    group: Hashable = None
     wire: WireFormat | None = None
 
     @cached_property
@@ -218,12 +212,6 @@ class RegionLayout:
         """Return the offset of the parameter's part in ``rank``'s shard; 0 if empty."""
         start, stop = self.interval(slot, rank)
         return slot.offset + start - rank * self.shard_numel if stop > start else 0
-
-    @cached_property
-    def is_strided(self) -> bool:
-        """Whether compute sees a parameter in channels_last; shards are contiguous."""
-        # It permutes inside a row, so ranks permute their own rows before the gather.
-        return any(slot.strides for slot in self.parameters)
 
     @cached_property
     def cuts(self) -> Cuts:

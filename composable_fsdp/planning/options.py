@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from types import NoneType
-from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
-from torch import nn
 
 from composable_fsdp.comm.placements import Choice, placement_of
 from composable_fsdp.comm.wire_format import WireFormat
@@ -29,9 +28,6 @@ from composable_fsdp.config import (
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.planning.layout import ParameterSpec, Whole, row_block
-
-GroupBy: TypeAlias = Callable[[str, nn.Parameter], Hashable]
-"""A function of a parameter's name and the parameter; equal answers share a region."""
 
 D = TypeVar("D")
 E = TypeVar("E", bound=Enum)
@@ -78,7 +74,6 @@ class UnitOptions:
     use_orig_params: bool = True
     mixed_precision: MixedPrecision | None = None
     cpu_offload: CPUOffload | None = None
-    group_by: GroupBy | None = None
     check_weights: Report = "warn"
     wire: WireFormat | None = None
     arena: Arena | None = None
@@ -100,11 +95,6 @@ class UnitOptions:
             if given is not None:
                 own = by_fields(form, given, argument=name)
                 object.__setattr__(self, name, own)
-        if self.group_by is not None and not callable(self.group_by):
-            raise TypeError(
-                "group_by expects a function of a parameter's name and the parameter, "
-                f"got {self.group_by!r}."
-            )
         flags: tuple[tuple[str, object], ...] = (
             ("forward_prefetch", self.forward_prefetch),
             ("limit_all_gathers", self.limit_all_gathers),
@@ -136,9 +126,7 @@ class UnitOptions:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         trainable: bool,
-        group: Hashable,
         whole: Whole | None,
-        strides: tuple[int, ...] | None,
     ) -> ParameterSpec:
         """Return the facts about a parameter from which its layout follows."""
         block = 1 if not self.keeps_rows else row_block(shape)
@@ -146,22 +134,16 @@ class UnitOptions:
             # A vector has rows of one element, and a parameter without dims is a row.
             block *= self.block.n if shape else 1
         wire = self.wire
-        # A rank that holds a part of a row cannot permute the row; a wire format scales
-        # blocks of the row in their order.
-        if wire or not self.keeps_rows:
-            strides = None
         return ParameterSpec(
             fqns,
             tuple(shape),
             dtype,
             trainable,
             block,
-            group,
             whole,
             # Vectors are few elements, and rounding them costs most accuracy.
             wire if wire and wire.takes(shape, dtype) else None,
             self.block is Block.TENSOR,
-            strides,
         )
 
     @property
@@ -318,8 +300,6 @@ def in_force(options: UnitOptions) -> dict[str, object]:
     """Return the options by name, reduced to their effect."""
     found = {name: getattr(options, name) for name in PER_MODULE}
     del found["use_orig_params"]  # both values have the same effect
-    # Two functions may return the same groups.
-    del found["group_by"]
     # CPUOffload() equals no offload.
     offload = options.cpu_offload or CPUOffload()
     found["cpu_offload"] = offload.offload_params, offload.offload_states

@@ -2,8 +2,8 @@
 
 Planning runs every check before any tensor moves, so a refused model stays unchanged::
 
-    modules --assign_units--> Unit --_build--> UnitPlan     integers and names, cached
-                                '-----_target----> Target   the plan and live objects
+    modules --assign_units--> Unit --_plan_unit--> UnitPlan  integers and names, cached
+                                '------_target---> Target    the plan and live objects
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from composable_fsdp.comm.nodes import group_sizes
 from composable_fsdp.comm.placements import Choice, Ways
-from composable_fsdp.naming import join_name
 from composable_fsdp.planning.assign import Occurrence, PlanRequest, Unit, assign_units
-from composable_fsdp.planning.checks import group_of
 from composable_fsdp.planning.dtensors import local_of, whole_of
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.options import UnitOptions
@@ -27,7 +24,6 @@ from composable_fsdp.planning.partition import plan_regions
 from composable_fsdp.planning.unit_plan import (
     Place,
     UnitPlan,
-    padding_notes,
     refuse_wire_of_pieces,
 )
 
@@ -54,51 +50,30 @@ class Target(NamedTuple):
 
 def plan_targets(
     modules: Sequence[nn.Module], request: PlanRequest
-) -> tuple[tuple[Target, ...], tuple[str, ...]]:
-    """Return a ``Target`` per unit in ``.modules()`` order, and notes for a reader.
+) -> tuple[Target, ...]:
+    """Return a ``Target`` per unit in ``.modules()`` order.
 
     Raises: PlanError or CompositionError, naming the module, the parameter and the
     remedy.
     """
     units = assign_units(modules, request)
-    notes: list[str] = []
     sizes = request.sizes or partial(group_sizes, world_size=request.world_size)
     has_others = len(units) > 1
-    targets = tuple(
-        [
-            _target(i, unit, sizes, notes, has_others=has_others)
-            for i, unit in enumerate(units)
-        ]
+    return tuple(
+        [_target(i, unit, sizes, has_others=has_others) for i, unit in enumerate(units)]
     )
-    return targets, tuple(notes)
 
 
-class _Build(NamedTuple):
-    """The integers and names of a unit's plan; equal units share a single object."""
-
-    plan: UnitPlan
-    order: tuple[tuple[int, ...], ...]
-    """Per region, the indices of its parameters in the unit's walking order."""
-    places: tuple[Place, ...]
-    notes: tuple[str, ...]
-
-
-_Known = tuple[Any, ...]
-"""The cache key of a parameter: its names, its places as (name from the unit, key),
-and the other arguments of ``UnitOptions.spec``."""
+_Facts = tuple[Any, ...]
+"""What the plan of a parameter follows from: its names, its places as (name from the
+unit, key), and the other arguments of ``UnitOptions.spec``."""
 
 
 def _target(
-    index: int,
-    unit: Unit,
-    sizes: Callable[[Choice], Ways],
-    notes: list[str],
-    *,
-    has_others: bool,
+    index: int, unit: Unit, sizes: Callable[[Choice], Ways], *, has_others: bool
 ) -> Target:
-    """Build the ``Target`` of unit ``index``; append its warnings to ``notes``."""
-    by = unit.options.group_by
-    facts: list[tuple[_Known, tuple[nn.Module, ...]]] = []
+    """Build the ``Target`` of unit ``index``."""
+    found: list[tuple[_Facts, tuple[nn.Module, ...]]] = []
     for parameter, occurrences in unit.parameters:
         (holder, name), *others = occurrences
         # Nearly every parameter has one place.
@@ -108,75 +83,59 @@ def _target(
             fqn = (holder.prefix_in(index) if has_others else holder.prefix) + name
             names, places, owners = (fqn,), ((fqn, name),), (holder.module,)
         is_plain = type(parameter) is nn.Parameter
-        known = (
+        facts = (
             names,
             places,
             # Of a DTensor, the plan lays out this rank's rectangle.
             parameter.shape if is_plain else local_of(parameter).shape,
             parameter.dtype,
             parameter.requires_grad,
-            by and group_of(by, join_name(unit.fqn, names[0]), parameter),
             None if is_plain else whole_of(parameter),
-            # Only a parameter of images can be channels_last: no call for the others.
-            _channels_last(parameter) if is_plain and parameter.ndim > 3 else None,
         )
-        facts.append((known, owners))
-    # The cache keeps all arguments alive, and with ``group_by`` perhaps the model.
-    build_unit = _build if by is None else _build.__wrapped__
-    build = build_unit(
+        found.append((facts, owners))
+    plan, all_places = _plan_unit(
         unit.fqn,
         type(unit.modules[0]).__name__,
         unit.options,
-        tuple([known for known, _ in facts]),
+        tuple([facts for facts, _ in found]),
         sizes(unit.options.chosen),
     )
-    notes.extend(build.notes)
+    # Regions sort their slots; ``indices`` map the slots back to the walk's order.
+    order = [region.indices for region in plan.regions]
     return Target(
-        build.plan,
+        plan,
         unit.modules,
         tuple(unit.members),
-        tuple([tuple([unit.parameters[i][0] for i in r]) for r in build.order]),
-        build.places,
-        tuple([owner for r in build.order for i in r for owner in facts[i][1]]),
+        tuple([tuple([unit.parameters[i][0] for i in r]) for r in order]),
+        all_places,
+        tuple([owner for r in order for i in r for owner in found[i][1]]),
         unit.parent,
         tuple(unit.units_below),
     )
 
 
-def _channels_last(parameter: nn.Parameter) -> tuple[int, ...] | None:
-    """Return the strides of a parameter in a channels_last format, else None."""
-    if parameter.is_contiguous() or parameter.dim() > 5:
-        return None
-    three = parameter.dim() == 5
-    kind = torch.channels_last_3d if three else torch.channels_last
-    found = parameter.is_contiguous(memory_format=kind)
-    return parameter.stride() if found else None
-
-
 @lru_cache(maxsize=4096)
-def _build(
+def _plan_unit(
     fqn: str,
     class_name: str,
     options: UnitOptions,
-    parameters: tuple[_Known, ...],
+    parameters: tuple[_Facts, ...],
     sizes: Ways,
-) -> _Build:
-    """Plan a unit; equal arguments, as of equal blocks, return the same object."""
+) -> tuple[UnitPlan, tuple[Place, ...]]:
+    """Plan a unit; equal arguments, as of equal blocks, return the same objects."""
     regions = plan_regions(
         [options.spec(names, *facts) for names, _, *facts in parameters],
         world_size=sizes.shard_world_size,
     )
     plan = UnitPlan(fqn, class_name, regions, options, *sizes)
     refuse_wire_of_pieces(plan)
-    # Regions sort their slots; ``order`` maps the slots back to the walk's order.
-    order = tuple([region.indices for region in regions])
     places = [
         Place(name, key, i)
-        for region in order
-        for i in region
+        for region in regions
+        for i in region.indices
         for name, key in parameters[i][1]
     ]
-    return _Build(plan, order, tuple(places), tuple(padding_notes(plan)))
+    return plan, tuple(places)
 
 
 def lay_out_again(
@@ -191,9 +150,7 @@ def lay_out_again(
             slot.shape,
             region.dtype,
             region.trainable,
-            region.group,
             slot.whole,
-            slot.strides,
         )
         for slot, region in unit.slots
     ]

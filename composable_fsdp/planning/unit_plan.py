@@ -38,8 +38,6 @@ class UnitPlan:
         parameter_ranks: number of ranks over which parameters at rest are divided.
         between_ranks: the same between forward and backward.
         gradient_ranks: the same of reduced gradients.
-        int8_gradients: whether ``int8_all_to_all_hook`` reduces gradients. Default
-            False.
     """
 
     fqn: str
@@ -51,7 +49,6 @@ class UnitPlan:
     parameter_ranks: int
     between_ranks: int
     gradient_ranks: int
-    int8_gradients: bool = False
 
     @property
     def parameter_bytes(self) -> int:
@@ -139,7 +136,6 @@ class UnitPlan:
             or d.compute != r.dtype
             or self.is_offloaded
             or r.wire
-            or r.is_strided
         ]
 
     @property
@@ -199,26 +195,3 @@ def refuse_wire_of_pieces(unit: UnitPlan) -> None:
             f"the shards, and {unit.options.chosen} of unit {unit.fqn or ROOT_NAME} "
             "keeps a part of them. Leave wire out."
         )
-
-
-def padding_notes(unit: UnitPlan) -> list[str]:
-    """Return sentences on regions that are mostly padding because of row blocks."""
-    notes = []
-    for region in unit.regions:
-        # Up to twice the size, padding is not worth a sentence.
-        if region.padded_numel <= 2 * region.numel or not region.numel:
-            continue
-        # A parameter with fewer rows than ranks leaves whole shards empty.
-        few = [
-            slot.fqn
-            for slot in region.parameters
-            if slot.block > 1 and slot.shape[0] < unit.shard_world_size
-        ]
-        if few:
-            notes.append(
-                f"unit {unit.fqn or ROOT_NAME}: {', '.join(few)} have fewer rows than "
-                f"the {unit.shard_world_size} ranks, so padding is "
-                f"{region.padded_numel / region.numel - 1:.0%}; block=Block.ELEMENT "
-                "cuts inside rows and avoids it."
-            )
-    return notes

@@ -11,7 +11,6 @@ from collections.abc import Hashable
 from itertools import chain
 from operator import attrgetter
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +29,6 @@ from composable_fsdp.flat.residency import (
     shards_are_unchanged,
     will_be_full,
 )
-from composable_fsdp.flat.use_order import common_mode
 from composable_fsdp.runtime import graph_task, offload, reduce, threads, unshard
 from composable_fsdp.runtime.grad_hooks import make_nodes_on_current_stream
 from composable_fsdp.runtime.precision import cast_buffers, select_form
@@ -234,9 +232,7 @@ def is_live(context: RuntimeContext) -> bool:
 def mode_of(context: RuntimeContext, handle: FlatParamHandle) -> Hashable:
     """Return the mode of the running forward, as the ranks of a unit know the mode."""
     is_live(context)
-    mode: Any = context.order.mode
-    # Most programs freeze nothing and set nothing after ``fully_shard``.
-    return common_mode(mode, handle.groups) if mode and mode[-1] else mode
+    return context.order.mode
 
 
 def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:

@@ -406,9 +406,7 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
                 work = issue_all_reduce(handle, regions, async_op=async_op)
         else:
             group = ref.ref() or ref.get()  # ``get`` raises if it was destroyed
-            # ``set_custom_reduce_scatter`` of FSDP2's door replaces it.
-            scatter = rule.reduce_scatter or collectives.reduce_scatter_flat
-            work = scatter(
+            work = collectives.reduce_scatter_flat(
                 targets,
                 buffers,
                 group,

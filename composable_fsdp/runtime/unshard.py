@@ -113,12 +113,12 @@ def _gather(
         shards, ref = source.fill(context, handle)
     if ref is not None:
         group = ref.ref() or ref.get()  # ``get`` raises if the group was destroyed
-        # ``set_custom_all_gather`` of FSDP2's door replaces it.
-        gather = handle.rule.all_gather or collectives.all_gather_flat
         operation = Operation(
             ref.operations, "all_gather", handle.full_fqn, handle.phase, full[0]
         )
-        work = gather(full, shards, group, async_op=async_op, operation=operation)
+        work = collectives.all_gather_flat(
+            full, shards, group, async_op=async_op, operation=operation
+        )
     return (work if source is None else source.landing(handle, work)), ref
 
 

@@ -36,7 +36,6 @@ from composable_fsdp.state_dict.full import (
     watch_values,
 )
 from composable_fsdp.state_dict.loading import load_from_state_dict
-from composable_fsdp.state_dict.other_experts import add_other_experts
 from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.tree.root import compare_models, meet_over, outermost
 from composable_fsdp.tree.state import OWNERS, _FSDPState
@@ -151,12 +150,7 @@ def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) 
     assert state is not None
     # Before anything that may raise.
     _running.pop(state).hide()
-    kind = saving.settings.state_dict_type
     keys = [*_keys(state, module, prefix, state_dict)]
-    if state.handle.groups.experts is not None:
-        add_other_experts(
-            state, module, prefix, keys, state_dict, kind, first_only=saving.first_only
-        )
     # Buffers and ignored parameters, too: all entries below the module.
     below = [key for key in state_dict if key.startswith(prefix)]
     if saving.first_only and not state.handle.groups.is_first:

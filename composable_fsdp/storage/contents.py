@@ -276,7 +276,7 @@ def _states(module: nn.Module) -> dict[str, _FSDPState]:
 
 
 def mesh_groups_in(module: nn.Module, units: Iterable[Any]) -> list[dist.ProcessGroup]:
-    """Return the groups of the meshes of DTensors and experts, each set once."""
+    """Return the groups of the meshes of DTensors, each set once."""
     # Units first: modules show plain parameters, and the units' forms know the meshes.
     found: list[dist.ProcessGroup] = []
     for unit in units:
@@ -284,8 +284,6 @@ def mesh_groups_in(module: nn.Module, units: Iterable[Any]) -> list[dist.Process
         forms = unit.handle.layout.forms
         for index in sorted(forms):
             found += forms[index].mesh_groups
-        # Ranks with other experts are ranks of the model as well.
-        found += filter(None, [unit.handle.groups.experts])
     for each in walk.modules(module):
         for tensor in (*each._parameters.values(), *each._buffers.values()):
             # Alike on all ranks. Outside of the mesh there is no group.

@@ -127,7 +127,7 @@ def export_module(
     # Ranks of tensor parallelism gather as well, and a single rank of all writes.
     mesh = mesh_groups_in(module, states)
     own = [state.handle.groups for state in states]
-    firsts = {g.is_first and is_first_copy((*g.present, *g.cut), mesh) for g in own}
+    firsts = {g.is_first and is_first_copy(g.present, mesh) for g in own}
     wanted = True in firsts if states else team.rank == 0
     writing = _Writing(path, dtype, rewrite)
     with writing.files:
@@ -199,14 +199,6 @@ class _Writing:
         contents = contents_of(module, "export_safetensors")
         for param in contents.params():
             handle = param.ref.handle
-            # The first rank would write its own experts, and the file lack the others.
-            if handle.groups.experts_ref is not None:
-                raise CheckpointError(
-                    f"{handle.name} has an expert_mesh, and this rank its own experts "
-                    "alone; an export gathers over the ranks of a unit. Call "
-                    "save(path, model), and then "
-                    "storage.export_safetensors(files, path) in a single process."
-                )
             names = self.names.setdefault(id(handle), {})
             names[param.ref.slot.index] = param.names[0]
         self.contents = contents

@@ -33,7 +33,7 @@ from composable_fsdp.storage.compare import (
     options_of,
     renaming,
 )
-from composable_fsdp.storage.contents import contents_of, optimizers_in, units_in
+from composable_fsdp.storage.contents import contents_of, optimizers_in
 from composable_fsdp.storage.directory import path_text, within_limits
 from composable_fsdp.storage.load_optim import optimizer_loads
 from composable_fsdp.storage.opening import find_checkpoint, open_source
@@ -144,12 +144,6 @@ def load(
     before = wait_for_pending(team)
     with job.own:
         job.options = options_of(options, LoadOptions, "load")
-        is_module = isinstance(module, nn.Module)
-        units = units_in(module) if is_module else []
-        # Other ranks hold other experts; the names of all tell which are missing.
-        if any(state.handle.groups.experts_ref is not None for state in units):
-            held = contents_of(module, "load", inner=True).each()
-            job.names = frozenset(name for each in held for name in each.names)
     report = job.options.report
     try:
         value = _run(job, _look_up(job, path, before))
@@ -177,9 +171,8 @@ def _look_up(
                 # A name, and not the path: each rank may have a disk of its own.
                 name = split(found)[1]
     # Also ranks with an open source take part: the call may differ between ranks.
-    answers = team.agree(job.own.error, (before, name, job.names))
+    answers = team.agree(job.own.error, (before, name))
     raise_unseen(team, [each[0] for each in answers])
-    job.others = frozenset[str]().union(*(each[2] for each in answers)) - job.names
     if isinstance(path, Source):
         return path
     name = answers[0][1]
@@ -228,10 +221,6 @@ class _Load:
     extra: Any
     options: LoadOptions = field(default_factory=LoadOptions)
     own: FirstError = field(default_factory=FirstError)
-    names: frozenset[str] = frozenset()
-    """The names of this rank, if it holds other experts than other ranks."""
-    others: frozenset[str] = frozenset()
-    """The names of experts that other ranks hold."""
     report: LoadReport = field(default_factory=LoadReport)
 
     def plan(self, source: Source) -> None:
@@ -247,7 +236,7 @@ class _Load:
         if rename is not None:
             self._source = View(source, rename, optimizer=self.optim is not None)
         with within_limits(source.path):
-            selection = self._selection(source).without(self.others)
+            selection = self._selection(source)
             contents = contents_of(self.module, "load", inner=True)
             optims = optimizers_in(self.optim, "load")
             what = self._source, contents, selection, report

@@ -77,8 +77,6 @@ class FilePart:
     param_groups: dict[int, Json] | None = None
     """By the number in the optimizer."""
     extra: Json = None
-    experts: dict[int, list[str]] = field(default_factory=dict)
-    """Names of experts of this rank by the number of their group."""
     own_states: dict[str, Json] = field(default_factory=dict)
     rng: Json = None
     per_rank: Json = None
@@ -116,7 +114,7 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
     merger = _Merger(told)
     parts = [part for part, _, _ in told]
     # Rank 0 alone has written ``extra`` and the options.
-    first = parts[0]
+    first, groups = parts[0], parts[0].param_groups
     library = "unknown"
     with suppress(PackageNotFoundError):
         library = version("composable-fsdp")
@@ -132,7 +130,7 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
         wrappers=first.wrappers,
         local=merger.local(),
         loose=tuple(merger.loose()),
-        param_groups=_with_experts(parts),
+        param_groups=None if groups is None else [*groups.values()],
         extra=first.extra,
         own_states=first.own_states,
         rng=tuple(merger.shifted(part.rng, r) for r, part in enumerate(parts)),
@@ -288,22 +286,3 @@ def _require_same_state(parts: Written) -> None:
                 "committed. Step the same optimizer on every rank, and make its "
                 "scalars equal (all-reduce them in the step)."
             )
-
-
-def _with_experts(parts: Sequence[FilePart]) -> list[Json] | None:
-    """Return the options of rank 0 with the experts of all ranks as members."""
-    if (groups := parts[0].param_groups) is None:
-        return None
-    by_number = {n: dict(each) for n, each in groups.items()}
-    for rank, part in enumerate(parts):
-        for number, names in part.experts.items():
-            # The options of such a group would be lost.
-            if number not in by_number:
-                raise CheckpointError(
-                    f"Rank {rank} of the save has {quoted(names[0])} in group {number} "
-                    "of the optimizer, and rank 0 has no such group. Nothing was "
-                    "committed. Make groups of the same kind on all ranks."
-                )
-            group = by_number[number]
-            group["params"] = list(dict.fromkeys([*group["params"], *names]))
-    return list(by_number.values())

@@ -96,15 +96,9 @@ class PartMaker(Draft):
             for each in chosen.wrappers
             if not self._is_local_name(each.name)
         }
-        # The place in the ``expert_mesh``: of a grid of ranks, only a row is known.
-        experts = {
-            param.names[0]: group.rank()
-            for param in chosen.params()
-            if (group := param.ref.handle.groups.experts) is not None
-        }
-        self._tell_groups(experts)
+        self._tell_options()
         if len(self._ranks) > 1:
-            self._tell(shared, wrappers, experts)
+            self._tell(shared, wrappers)
         self._local()
         tell_copies(chosen, self._states, self.facts)
         order = {held.names[0]: i for i, held in enumerate(chosen.each())}
@@ -244,9 +238,7 @@ class PartMaker(Draft):
         if self._optims:
             own.param_groups = self._param_groups(local=True) or None
 
-    def _tell(
-        self, shared: Sequence[Held], wrappers: dict[str, str], experts: dict[str, int]
-    ) -> None:
+    def _tell(self, shared: Sequence[Held], wrappers: dict[str, str]) -> None:
         """Tell what is saved once of tensors, which other ranks must have alike."""
         facts, chosen = self.facts, self._chosen
         local = filter(self._is_local, chosen.tensors)
@@ -255,9 +247,8 @@ class PartMaker(Draft):
         tell_shards(chosen.states, facts)
         facts["shapes"].update(wrappers)
         if chosen is not self._contents:
-            names = {param.names[0] for param in chosen.params()} - experts.keys()
+            names = (param.names[0] for param in chosen.params())
             facts["chosen"] = dict.fromkeys(names, "chosen")
-        facts["experts"] = dict(experts)
         for each in shared:
             for key, value in self._states.get(id(each.tensor), {}).items():
                 kind = "rectangles" if each.is_cut else "parameters"
@@ -266,21 +257,15 @@ class PartMaker(Draft):
                     where = f"{each.names[0]} (state {key!r})"
                     facts[kind][where] = text_of(value, where)
 
-    def _tell_groups(self, experts: dict[str, int]) -> None:
-        """Tell the options of each parameter, and the groups of this rank's experts."""
+    def _tell_options(self) -> None:
+        """Tell the options of each parameter."""
         known = named(self._chosen)
         for g, (_, group) in enumerate(self._groups):
             options = {k: v for k, v in group.items() if k not in _MEMBERS}
-            where = f"param_groups[{g}]"
-            text = text_of(options, where)
-            held = [known[id(p)] for p in group["params"] if id(p) in known]
-            for each in held:
+            text = text_of(options, f"param_groups[{g}]")
+            for each in (known[id(p)] for p in group["params"] if id(p) in known):
                 if not self._is_local(each):
                     self.facts["options"][each.names[0]] = text
-            # Other ranks hold other experts, of which rank 0 alone cannot know.
-            if own := [e.names[0] for e in held if e.names[0] in experts]:
-                self.part.experts[g] = own
-                self.facts["options"][where] = text
 
     def _param_groups(self, *, local: bool) -> dict[int, Json]:
         """Return the options of groups as JSON, by number, with names of parameters."""

@@ -55,13 +55,6 @@ _KINDS = {
         "the same parameters.",
         is_shown=True,
     ),
-    "experts": _Kind(
-        "Expert {name} (by its expert_mesh)",
-        "Keep the numbers of the plain model: nn.ModuleList with None in the places of "
-        "other ranks' experts. Or stack the experts and pass DTensors of "
-        "distribute_tensor(weight, mesh['ep'], [Shard(0)]).",
-        is_shared=False,
-    ),
     "local": _Kind(
         "{name}, by local=[..],",
         "It is saved once for all ranks, or by each rank for itself: pass the same "

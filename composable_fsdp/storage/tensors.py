@@ -38,8 +38,7 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 def others_of(ref: ParamRef) -> Groups:
     """Return the groups with replicas, or with other elements, of a parameter."""
-    groups = ref.handle.groups
-    return (*groups.present, *groups.cut, *ref.form.cut_over)
+    return (*ref.handle.groups.present, *ref.form.cut_over)
 
 
 def copies_of(others: Groups, groups: Groups) -> list[tuple[int, ...]]:

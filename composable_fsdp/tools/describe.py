@@ -52,8 +52,6 @@ class DescribedUnit:
     """The ranks that hold the shards, in the order of the shards."""
     state: str
     device: str
-    experts: tuple[int, ...] = ()
-    """The ranks with other experts, of a unit with an ``expert_mesh``."""
 
     def parts(self, region: RegionLayout, slot: ParameterSlot) -> list[HeldPart]:
         """Return the parts of a parameter, one per rank that holds elements."""
@@ -101,7 +99,6 @@ class DescribedUnit:
         words = [
             f"{name} {plan.class_name}".rstrip() + several,
             f"{self.state} over {counted(len(self.ranks), 'rank')}{replicas}",
-            f"other experts on ranks {list(self.experts)}" if self.experts else "",
             f"{size_text(plan.parameter_bytes)} per rank",
             name_of(plan.options.chosen),
             self.device,
@@ -301,18 +298,14 @@ def _unit_of(fqn: str, state: _FSDPState, names: Mapping[int, str]) -> Described
         held[place.slot_index] = (*held.get(place.slot_index, ()), name)
     here = dist.get_rank() if dist.is_initialized() else 0
     # A group of one rank is no group.
-    shard, experts = (
-        [here] if group is None else dist.get_process_group_ranks(group)
-        for group in (groups.shard, groups.experts)
-    )
+    shard = groups.shard
+    ranks = [here] if shard is None else dist.get_process_group_ranks(shard)
     return DescribedUnit(
         unit_plan(fqn, state),
         held,
-        tuple(shard),
+        tuple(ranks),
         "full" if state.handle.is_full else "sharded",
         str(layout.device),
-        # Of this rank's experts the line itself tells.
-        tuple(rank for rank in experts if rank != here),
     )
 
 

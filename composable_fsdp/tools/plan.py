@@ -16,7 +16,6 @@ from composable_fsdp.config import HYBRID, TiedParams
 from composable_fsdp.entries.apply import as_list, owner_of
 from composable_fsdp.entries.fully_shard import unknown_text
 from composable_fsdp.errors import PlanError
-from composable_fsdp.features.comm_hooks.int8_exchange import int8_all_to_all_hook
 from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.planning import walk
@@ -24,7 +23,7 @@ from composable_fsdp.planning.assign import make_request
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import lay_out_again
 from composable_fsdp.planning.policies import AnyPolicy, evaluate_policy
-from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
+from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.model_units import chosen_units
 from composable_fsdp.tools.plan_models import check_sizes
 from composable_fsdp.tools.sharding_plan import ShardingPlan, plan_modules
@@ -75,8 +74,8 @@ def plan(
             "promote" gives the parameter to the lowest unit above all its places.
         **options: the options of a unit, as of ``fully_shard``: ``strategy`` or
             ``placement``, ``mixed_precision``, ``cpu_offload``, ``backward_prefetch``,
-            ``forward_prefetch``, ``limit_all_gathers``, ``block``, ``group_by``,
-            ``wire`` and ``arena``.
+            ``forward_prefetch``, ``limit_all_gathers``, ``block``, ``wire``
+            and ``arena``.
 
     Returns: the plan. Sizes are in elements; fields named ``*_bytes`` are in bytes.
     Raises: TypeError, if ``module`` is no module; PlanError, for options of a module
@@ -140,7 +139,6 @@ def plan(
     return ShardingPlan(
         tuple(by_name[name] for name, _ in walk.named(module) if name in by_name),
         ranks,
-        (*rest.warnings, *kept.warnings),
     )
 
 
@@ -199,9 +197,7 @@ def replan(
             regions = lay_out_again(unit, options, ways.shard_world_size)
             unit = replace(unit, regions=regions, options=options, **ways._asdict())
         units.append(unit)
-    # Padding depends on the ranks, and so do the sentences about it.
-    notes = tuple(note for unit in units for note in padding_notes(unit))
-    return ShardingPlan(tuple(units), ranks, notes)
+    return ShardingPlan(tuple(units), ranks)
 
 
 def _shard_world_size(plan: ShardingPlan, ranks: int) -> int | None:
@@ -252,7 +248,6 @@ def unit_plan(fqn: str, state: _FSDPState) -> UnitPlan:
         fqn=fqn,
         options=options,
         between_ranks=between,
-        int8_gradients=state.handle.rule.hook is int8_all_to_all_hook,
     )
 
 

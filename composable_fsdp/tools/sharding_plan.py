@@ -45,8 +45,6 @@ class ShardingPlan:
     the order; the first unit is the root."""
     world_size: int
     """Number of ranks in all."""
-    warnings: tuple[str, ...] = ()
-    """Sentences on avoidable padding, for a reader; see ``padding_notes``."""
 
     def in_forward_order(self, fqns: Sequence[str]) -> ShardingPlan:
         """Return the plan with the units in the order in which their forwards begin.
@@ -65,6 +63,11 @@ class ShardingPlan:
             paths.append((*around, (at, len(paths))))
         order = sorted(range(len(paths)), key=paths.__getitem__)
         return replace(self, units=tuple(self.units[index] for index in order))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences on avoidable padding, for a reader."""
+        return tuple([note for unit in self.units for note in _padding_notes(unit)])
 
     @property
     def numel(self) -> int:
@@ -248,9 +251,31 @@ def plan_modules(
 
     Raises: as ``plan_targets``.
     """
-    targets, notes = plan_targets(modules, request)
-    plan = ShardingPlan(tuple(t.plan for t in targets), request.world_size, notes)
-    return plan, targets
+    targets = plan_targets(modules, request)
+    return ShardingPlan(tuple(t.plan for t in targets), request.world_size), targets
+
+
+def _padding_notes(unit: UnitPlan) -> list[str]:
+    """Return sentences on regions that are mostly padding because of row blocks."""
+    notes = []
+    for region in unit.regions:
+        # Up to twice the size, padding is not worth a sentence.
+        if region.padded_numel <= 2 * region.numel or not region.numel:
+            continue
+        # A parameter with fewer rows than ranks leaves whole shards empty.
+        few = [
+            slot.fqn
+            for slot in region.parameters
+            if slot.block > 1 and slot.shape[0] < unit.shard_world_size
+        ]
+        if few:
+            notes.append(
+                f"unit {unit.fqn or ROOT_NAME}: {', '.join(few)} have fewer rows than "
+                f"the {unit.shard_world_size} ranks, so padding is "
+                f"{region.padded_numel / region.numel - 1:.0%}; block=Block.ELEMENT "
+                "cuts inside rows and avoids it."
+            )
+    return notes
 
 
 class Fold(NamedTuple):

@@ -358,10 +358,7 @@ class _Step:
         """Free what an all-gather takes of the reduction in flight."""
         if not self.streams:
             self._finish_reduction()
-        elif (
-            self.reducing is not None
-            and not self.units[self.reducing].plan.int8_gradients
-        ):
+        elif self.reducing is not None:
             self.give("reduce", "buffers", self.reducing)
 
 

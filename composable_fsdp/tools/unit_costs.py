@@ -6,10 +6,6 @@ from collections.abc import Iterable
 from operator import add
 from typing import NamedTuple
 
-from composable_fsdp.features.comm_hooks.int8_exchange import (
-    Int8Exchange,
-    int8_exchange,
-)
 from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
 from composable_fsdp.planning.unit_plan import UnitPlan
 
@@ -33,8 +29,6 @@ class Traffic(NamedTuple):
     reduce_scatter_bytes: int = 0
     all_reduce_calls: int = 0
     all_reduce_bytes: int = 0
-    all_to_all_calls: int = 0
-    all_to_all_bytes: int = 0
 
     def __add__(self, other: tuple[int, ...]) -> Traffic:  # type: ignore[override]
         """Return the sum by field, where a tuple would be appended."""
@@ -73,7 +67,7 @@ class UnitMemory:
             (
                 r.wire_scratch + on_host * r.shard_numel * r.dtype.itemsize
                 for r, d in unit.with_dtypes
-                if r.wire or d.compute != r.dtype or r.is_strided
+                if r.wire or d.compute != r.dtype
             ),
             default=0,
         )
@@ -119,10 +113,6 @@ def gathered_bytes(unit: UnitPlan) -> int:
 def traffic_of(unit: UnitPlan, *, is_root: bool, in_backward: bool) -> Traffic:
     """Return the collectives of a forward and a backward in the steady state."""
     gathered = gathered_bytes(unit)
-    # Formats with a scale per matrix ask all ranks for the largest magnitude.
-    scaled = [
-        len(r.parameters) for r in unit.regions if r.wire and r.wire.needs_maximum
-    ]
     # Regions with equal reduce dtype share a reduce-scatter and an all-reduce.
     dtypes = len({d.reduce for _, d in unit.reduced})
     nbytes = unit.reduce_bytes
@@ -136,19 +126,9 @@ def traffic_of(unit: UnitPlan, *, is_root: bool, in_backward: bool) -> Traffic:
         # Pieces at rest are filled once, with the values of the optimizer's step.
         if unit.has_rest:
             total += Traffic(1, gathered // unit.piece_ranks)
-        # A float32 per matrix, before each all-gather.
-        total += Traffic(
-            all_reduce_calls=len(scaled) * times,
-            all_reduce_bytes=4 * sum(scaled) * times,
-        )
-    for each in _exchanges(unit):
-        total += Traffic(all_to_all_calls=1, all_to_all_bytes=each.sent)
-        # Ranks that hold whole gradients exchange the averages, too.
-        if unit.shard_world_size == 1:
-            total += Traffic(1, each.gathered)
-    if unit.gradient_ranks > 1 and gathered and not unit.int8_gradients:
+    if unit.gradient_ranks > 1 and gathered:
         total += Traffic(reduce_scatter_calls=dtypes, reduce_scatter_bytes=nbytes)
-    if unit.sum_ranks > 1 and not unit.int8_gradients:
+    if unit.sum_ranks > 1:
         # The all-reduce follows the reduce-scatter, on this rank's part.
         part = nbytes // unit.gradient_ranks
         total += Traffic(all_reduce_calls=dtypes, all_reduce_bytes=part)
@@ -160,7 +140,7 @@ def _output(unit: UnitPlan) -> int:
     # With equal dtypes and without offload, the reduction writes into the sharded
     # gradient itself, unless the output is more than that.
     is_more = unit.gradient_ranks < unit.shard_world_size
-    others = is_more or unit.is_offloaded or unit.int8_gradients
+    others = is_more or unit.is_offloaded
     return sum(
         r.padded_numel // unit.gradient_ranks * d.reduce.itemsize
         for r, d in unit.reduced
@@ -170,22 +150,11 @@ def _output(unit: UnitPlan) -> int:
 
 def _brief(unit: UnitPlan, *, on_host: bool) -> int:
     """Return the bytes of temporaries of a reduction."""
-    # Before a gradient is copied to the host, the device casts. Regions are exchanged,
-    # or copied, in turn.
+    # Before a gradient is copied to the host, the device casts. Regions are copied in
+    # turn.
     casts = [(r, d) for r, d in unit.reduced if d.reduce != d.gradient]
     landing = [on_host * r.shard_numel * d.gradient.itemsize for r, d in casts]
-    return max([*landing, *(each.scratch for each in _exchanges(unit))], default=0)
-
-
-def _exchanges(unit: UnitPlan) -> list[Int8Exchange]:
-    """The exchanges of ``int8_all_to_all_hook``, one per region."""
-    # The hook's group is the shard group, or that of all ranks with whole weights.
-    ranks = unit.shard_world_size if unit.shard_world_size > 1 else unit.replicas
-    return [
-        int8_exchange(r.padded_numel, ranks, d.reduce.itemsize)
-        for r, d in unit.reduced
-        if unit.int8_gradients
-    ]
+    return max(landing, default=0)
 
 
 def slot_bytes(regions: Iterable[int]) -> int:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import slot_path
-from composable_fsdp.flat.use_order import ChangedFlag
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.tree.moments import CHANGED
 from composable_fsdp.tree.state import _FSDPState
@@ -33,8 +31,6 @@ COMPARED_LATER = (
     "state of the communication hook",
     "all-reduce hook",
     "sums without averaging",
-    "custom all-gather",
-    "custom reduce-scatter",
     "separate group of reduce-scatters",
 )
 """What ``setting_values`` returns, by the names that errors tell."""
@@ -54,7 +50,7 @@ def note_change(states: Iterable[_FSDPState]) -> None:
                 _before[state] = setting_values(state)
 
 
-def changed_settings(states: Iterable[_FSDPState]) -> Iterator[ChangedFlag]:
+def changed_settings(states: Iterable[_FSDPState]) -> Iterator[tuple[str, bool | None]]:
     """Yield the settings of ``states`` that differ from those before their changes."""
     for state in states:
         if (before := _before.get(state)) is None:
@@ -64,12 +60,12 @@ def changed_settings(states: Iterable[_FSDPState]) -> Iterator[ChangedFlag]:
         ):
             if then != now:
                 text = f"{name}={now} of {quoted(state.fqn)}"
-                yield ChangedFlag(text, None, state.handle.groups.expert_names)
+                yield text, None
 
 
-def changed_flags(handle: FlatParamHandle) -> Iterator[ChangedFlag]:
+def changed_flags(handle: FlatParamHandle) -> Iterator[tuple[str, bool | None]]:
     """Yield the parameters frozen or unfrozen since ``fully_shard``."""
-    layout, ranks = handle.layout, handle.groups.expert_names
+    layout = handle.layout
     # 0: the unit was never rebuilt, as most units.
     if not layout.structure:
         return
@@ -81,7 +77,7 @@ def changed_flags(handle: FlatParamHandle) -> Iterator[ChangedFlag]:
     for region in layout.origin:
         for slot in region.parameters:
             if trains[slot.index] is not region.trainable:
-                yield ChangedFlag(slot_path(handle, slot), trains[slot.index], ranks)
+                yield slot_path(handle, slot), trains[slot.index]
 
 
 def setting_values(
@@ -107,8 +103,6 @@ def setting_values(
         None if rule.hook_state is None else _hook_state(rule.hook_state),
         None if rule.after_sum is None else _name(rule.after_sum),
         rule.force_sum,
-        None if rule.all_gather is None else _name(rule.all_gather),
-        None if rule.reduce_scatter is None else _name(rule.reduce_scatter),
         rule.group is not None,
     )
 
@@ -116,9 +110,6 @@ def setting_values(
 def _name(function: object) -> str:
     """Return the name of a function or of its class."""
     # Names and not the functions, which are other objects on each rank.
-    if isinstance(function, partial):
-        # The function that the package calls, and the object that the user gave.
-        return _name(next(iter(function.args), function.func))
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 

@@ -84,7 +84,6 @@ def _initialise(top: _FSDPState) -> None:
         tuple([s for s in states if s.modules[1:]]),
         tuple([s for s in states if s.precision and s.precision.buffer_dtype]),
         any(map(attrgetter("layout.offload"), context.handles)),
-        any(map(attrgetter("groups.experts_ref"), context.handles)),
     )
     set_streams(context, root.device)
     for begin in TREE_INITIALIZED:

@@ -22,7 +22,7 @@ from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.errors import NotRootError, PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle, FullForm
-from composable_fsdp.flat.use_order import ChangedFlag, UseOrder, backward_mode
+from composable_fsdp.flat.use_order import UseOrder
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree import moments
@@ -143,7 +143,9 @@ class RuntimeContext:
         """Handles of all units, in ``.modules()`` order."""
         self.marked = MarkedUnits()
         """The units that need rare work, so that a step does not visit all units."""
-        self.changed_flags: tuple[ChangedFlag, ...] = ()
+        self.changed_flags: tuple[tuple[str, bool | None], ...] = ()
+        """Names of parameters that were frozen or unfrozen since ``fully_shard``, and
+        whether they train; settings that were changed, in words, and None."""
         """Parameters and settings that were changed since; part of a forward's mode."""
         self.forward_logs: tuple[UseOrder, ...] = ()
         """Order logs of all-gathers in forward."""
@@ -202,14 +204,6 @@ class RuntimeContext:
         root = self.root()
         states = root._root_states if root is not None else ()
         syncs = tuple([state.settings.sync_gradients for state in states])
-        if self.marked.experts or self.changed_flags:
-            groups = (use if isinstance(use, FlatParamHandle) else use[0]).groups
-            units = [
-                (s.handle.layout.structure, s.handle.groups.expert_names)
-                for s in states
-            ]
-            of = (syncs, units, self.changed_flags, groups)
-            return log.depart(use, backward_mode(forward, *of))
         structures = tuple([s.handle.layout.structure for s in states])
         log.depart(use, (forward, syncs, structures, self.changed_flags))
 
@@ -223,8 +217,6 @@ class MarkedUnits(NamedTuple):
     """Units whose buffers are cast."""
     offload: bool = False
     """Whether any unit keeps its shards in host memory."""
-    experts: bool = False
-    """Whether any unit holds experts that other ranks lack."""
 
 
 class Summon(NamedTuple):

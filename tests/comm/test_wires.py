@@ -10,12 +10,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composable_fsdp.comm.wire_format import largest_magnitudes
 from composable_fsdp.features import Float8Wire, Int8Wire, WireFormat
 from composable_fsdp.planning.layout import ParameterSpec, RegionLayout, row_block
 from composable_fsdp.planning.partition import plan_regions
 
-FORMATS = [Int8Wire(16), Int8Wire(), Float8Wire(), Float8Wire("tensor")]
+FORMATS = [Int8Wire(16), Int8Wire(), Float8Wire()]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 shapes = st.lists(
@@ -43,16 +42,10 @@ def gathered(region: RegionLayout, flat: Tensor) -> Tensor:
     wire, layout = region.wire, region.wire_layout
     assert wire is not None
     shards = flat.view(region.world_size, -1)
-    largest = None
-    if wire.needs_maximum:
-        found = [
-            largest_magnitudes(each, layout, rank) for rank, each in enumerate(shards)
-        ]
-        largest = torch.stack(found).amax(0)
     size = wire.nbytes(layout)
     slices = torch.full((region.world_size, size), 171, dtype=torch.uint8)
     for rank, shard in enumerate(shards):
-        wire.encode(shard, slices[rank], layout, rank, largest)
+        wire.encode(shard, slices[rank], layout, rank)
     return slices.view(-1)
 
 
@@ -84,9 +77,7 @@ def reference(region: RegionLayout, flat: Tensor, compute: torch.dtype) -> list[
         return matrices(region, whole.view(-1))
     found = []
     for matrix in matrices(region, flat):
-        over = 1 if wire.scale == "row" else None
-        most = matrix.float().abs()
-        largest = most.amax() if over is None else most.amax(1, keepdim=True)
+        largest = matrix.float().abs().amax(1, keepdim=True)
         scale = torch.where(largest == 0, 1.0, largest / 448)
         steps = (matrix.float() / scale).to(torch.float8_e4m3fn).to(compute)
         found.append((steps.float() * scale).to(compute))
@@ -139,7 +130,7 @@ def test_zeros_nans_and_extremes(wire: WireFormat) -> None:
     got = matrices(region, decoded(region, flat, torch.float32))[0]
 
     assert bool(got[3].isnan().any())
-    # The other formats share a scale between these rows, so the NaN is in all.
+    # The other format shares a scale between these rows, so the NaN is in all.
     if wire in (Int8Wire(16), Float8Wire()):
         assert bool((got[0] == 0).all())
         assert torch.allclose(got[1], rows[1], rtol=0.01)

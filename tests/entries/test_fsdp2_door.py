@@ -157,6 +157,8 @@ def test_arguments_that_cannot_be_honored_are_refused_by_name(
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "set_allocate_memory_from_process_group_for_comm": (True,),
+    "set_custom_all_gather": (None,),
+    "set_custom_reduce_scatter": (None,),
     "set_symm_mem_for_comm": (),
     "set_reduce_scatter_max_input_buffers": (2,),
 }

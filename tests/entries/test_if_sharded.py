@@ -58,7 +58,6 @@ SAME: dict[str, list[Make]] = {
         lambda m: {"process_group": dist.group.WORLD, "ignored_modules": []},
         lambda m: {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))},
         lambda m: {"device_id": torch.device("cpu"), "tied_params": "promote"},
-        lambda m: {"group_by": lambda name, parameter: None},
     ],
     "policy": [
         lambda m: {"policy": BLOCKS},
@@ -136,8 +135,7 @@ def spellings(path: str, family: str) -> list[Make]:
     makes = SAME[family]
     if path == "composable":
         return makes
-    only_ours = {"block", "group_by"}
-    return [m for m in makes if not only_ours & m(TinyGPT()).keys()]
+    return [m for m in makes if "block" not in m(TinyGPT())]
 
 
 @pytest.mark.req("P-18", "B-01", "S3-01")
@@ -174,7 +172,7 @@ def test_settings_that_differ_in_force_are_refused_and_named(
         for is_first in (True, False):
             plain = TinyGPT()
             given = [other(plain), {}] if is_first else [{}, other(plain)]
-            if path == "wrapper" and {"block", "group_by"} & {*given[0], *given[1]}:
+            if path == "wrapper" and "block" in {*given[0], *given[1]}:
                 continue
             model = apply(plain, path, **given[0])
             before = snapshot(model)

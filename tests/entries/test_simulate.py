@@ -70,13 +70,13 @@ def sums_over_ranks(output: Tensor) -> Tensor:
 OWN = ("world_size", "batch", "loss", "optimizer", "max_norm", "device_type", "machine")
 
 
-def run(build: Any = None, **given: Any) -> Simulation:
+def run(build: Any = None, make: Any = text, **given: Any) -> Simulation:
     """Simulate a step on 8 ranks, with a unit per block; options are those of units."""
     own: dict[str, Any] = {"world_size": 8, "batch": batch()}
     own |= {name: given.pop(name) for name in OWN if name in given}
 
     def model() -> nn.Module:
-        made = text()
+        made = make()
         if size := given.pop("shard_world_size", None):
             sizes = own["world_size"] // size, size
             given["device_mesh"] = init_device_mesh("cpu", sizes)
@@ -158,10 +158,20 @@ def test_the_collectives_are_the_planned_ones() -> None:
 @pytest.mark.parametrize("strategy", ShardingStrategy)
 def test_regions_that_are_sent_together_count_once(strategy: ShardingStrategy) -> None:
     """Two regions per block, in each strategy: calls and bytes are the planned ones."""
+
+    def two_dtypes() -> Text:
+        model = text()
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.ndim < 2:
+                    module._parameters[name] = nn.Parameter(parameter.bfloat16())
+        return model
+
     found = run(
+        make=two_dtypes,
         strategy=strategy,
         **({"shard_world_size": 4} if strategy in HYBRID else {}),
-        group_by=lambda name, parameter: parameter.ndim,
+        mixed_precision=LOW,
     )
 
     assert traffic_of(found.collectives) == found.plan.traffic

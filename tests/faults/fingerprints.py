@@ -22,7 +22,6 @@ from composable_fsdp.access import set_gradient_divide_factor
 from composable_fsdp.access.settings import set_all_reduce_hook
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.features import Int8Wire, register_comm_hook
-from composable_fsdp.features.wires.custom import set_custom_all_gather
 
 WIDTH = 4
 
@@ -72,19 +71,6 @@ def _double(sums: Tensor) -> None:
     sums.mul_(2)
 
 
-class _Gather:
-    """Stands in for an all-gather, which no rank comes to."""
-
-    def allocate(self, *_: Any, **__: Any) -> Tensor:
-        raise NotImplementedError
-
-    __call__: Any = allocate
-
-
-def _by_kind(name: str, parameter: nn.Parameter) -> str:
-    return "vector" if parameter.dim() < 2 else "matrix"
-
-
 BF16 = torch.bfloat16
 OPTIONS: dict[str, dict[str, Any]] = {
     "the option strategy of": {"strategy": ShardingStrategy.NO_SHARD},
@@ -102,9 +88,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "the option block of unit (root): ROW on rank 0, Block.rows(2) on rank 1": {
         "block": Block.rows(2)
     },
-    "the flat buffer of parameter 'scale' (group_by) of unit '0'": {
-        "group_by": _by_kind
-    },
     "the option check_weights of": {"check_weights": "error"},
     "the option wire of": {"wire": Int8Wire()},
 }
@@ -118,9 +101,6 @@ SETTINGS: dict[str, Callable[[nn.Module], object]] = {
     ),
     "the option all-reduce hook of unit '1'": (
         lambda model: set_all_reduce_hook(model.get_submodule("1"), _double)
-    ),
-    "the option custom all-gather of unit '1'": (
-        lambda model: set_custom_all_gather(model.get_submodule("1"), _Gather())
     ),
 }
 """A part of the error, and what one rank sets after sharding."""

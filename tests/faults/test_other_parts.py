@@ -6,7 +6,6 @@ of other seeds compute with other values of the parameters that are not cut, in 
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -20,15 +19,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from composable_fsdp import (
-    FSDPError,
     ShardingStrategy,
     fully_shard,
 )
-from tests.faults.blocks import SOON
 from tests.faults.fingerprints import Outcome, outcome
 from tests.parallel.models import forget_meshes
 from tests.support.sharded import RankCount
-from tests.support.short_waits import shorten_waits
 from tests.support.world import World
 
 
@@ -86,52 +82,3 @@ def test_tensor_parallel_ranks_compare_what_is_not_cut(ranks: RankCount) -> None
         assert "The parameter is not cut over these ranks" in text
         assert values[rank].error is equal[rank].error is None
         assert not [w for w in equal[rank].warnings if "different weights" in w]
-
-
-class Mixture(nn.Module):
-    """An expert of this rank between two layers of all ranks."""
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.experts = nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, 8)`` to the same."""
-        x = self.first(x)
-        for expert in self.experts.values():
-            x = expert(x)
-        out: Tensor = self.last(x)
-        return out
-
-
-def differ_in_experts(world: World) -> tuple[str, float]:
-    """The last rank shards its expert otherwise."""
-    shorten_waits()
-    mesh = init_device_mesh(
-        "cpu", (world.world_size // 2, 2), mesh_dim_names=("edp", "ep")
-    )
-    names = [str(world.rank % 2)]
-    options: dict[str, Any] = {}
-    if world.rank == world.world_size - 1:
-        options["strategy"] = ShardingStrategy.NO_SHARD
-    model = Mixture(names)
-    options |= {"device_mesh": mesh["edp"], "expert_mesh": mesh["ep"]}
-    fully_shard(next(iter(model.experts.values())), **options)
-    fully_shard(model, device_mesh=mesh._flatten("dp"))
-    start = time.monotonic()
-    with pytest.raises(FSDPError) as caught:
-        model(torch.ones(2, 8)).sum().backward()
-    return str(caught.value), time.monotonic() - start
-
-
-@pytest.mark.req("X-09")
-def test_experts_of_other_options_are_told(ranks: RankCount) -> None:
-    """On all ranks: of four, two have other experts and see no difference."""
-    found = ranks(4).run(differ_in_experts, timeout=60, retire=True)
-
-    for text, took in found:
-        assert took < SOON
-        assert "Ranks have sharded different models" in text
-        assert "strategy of unit" in text

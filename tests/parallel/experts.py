@@ -108,20 +108,6 @@ class Expert(nn.Module):
         return out
 
 
-class Listed(nn.Module):
-    """The experts of a layer as modules; None stands for experts of other ranks."""
-
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.each = nn.ModuleList(Expert() for _ in range(experts))
-
-    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """As that of ``Stacked``. An expert without rows is called, too."""
-        own = [each for each in self.each if each is not None]
-        parts = torch.split(x, list(counts))
-        return torch.cat([e(part) for e, part in zip(own, parts, strict=True)])
-
-
 class Ranks:
     """A process group; copies of a model share it."""
 
@@ -140,8 +126,7 @@ class Layer(nn.Module):
         self.recipe = recipe
         self.norm = nn.LayerNorm(DIM)
         self.router = nn.Linear(DIM, recipe.experts, bias=False)
-        made = Listed if recipe.listed else Stacked
-        self.experts: Any = made(recipe.experts)
+        self.experts: Any = Stacked(recipe.experts)
         self.shared = Expert() if recipe.shared else None
         self.ranks: Ranks | None = None
 
@@ -205,7 +190,6 @@ class Recipe:
     layers: int = 1
     top: int = 2
     shared: bool = False
-    listed: bool = False
     ep: int = 2
     starved: bool = False
     """Whether the router sends no token to the last expert."""
@@ -238,22 +222,11 @@ class Recipe:
     def divided(self, ep: DeviceMesh) -> Model:
         """Return the model in which each rank of ``ep`` holds its own experts."""
         model = self.plain()
-        here = shares(self.experts, ep.size())
-        first = sum(here[: ep.get_local_rank()])
-        own = range(first, first + here[ep.get_local_rank()])
         for layer in layers_of(model):
             layer.ranks = Ranks(ep.get_group())
-            experts = layer.experts
-            if isinstance(experts, Listed):
-                # Names stay those of the plain model.
-                experts.each = nn.ModuleList(
-                    each if number in own else None  # type: ignore[misc]  # as DeepSeek
-                    for number, each in enumerate(experts.each)
-                )
-                continue
-            for name, value in list(experts.named_parameters()):
+            for name, value in list(layer.experts.named_parameters()):
                 made = distribute_tensor(value.detach(), ep, [Shard(0)])
-                setattr(experts, name, nn.Parameter(made))
+                setattr(layer.experts, name, nn.Parameter(made))
         return model
 
     def sharded(
@@ -277,8 +250,6 @@ class Recipe:
             cut(model, tp)
         prepare(model)
         changed = options.pop("experts", {})
-        if self.listed:
-            changed = {"expert_mesh": ep, **changed}
         own = {**options, **changed}
         for layer in layers_of(model):
             fully_shard(layer.experts, device_mesh=edp, **own)

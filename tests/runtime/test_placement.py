@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import CPUOffload, MixedPrecision, fully_shard, no_sync
-from composable_fsdp.comm.compute_device import resolve_device
 from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.comm.meshes import resolve_device
 from composable_fsdp.errors import PlanError
 from composable_fsdp.features.passages.containers import Given
 from tests.runtime.corners import OPEN, WRAPS

@@ -29,6 +29,5 @@ def planned(plan: ShardingPlan) -> Counts:
         "all_gather": (t.all_gather_calls, t.all_gather_bytes),
         "reduce_scatter": (t.reduce_scatter_calls, t.reduce_scatter_bytes),
         "all_reduce": (t.all_reduce_calls, t.all_reduce_bytes),
-        "all_to_all": (t.all_to_all_calls, t.all_to_all_bytes),
     }
     return {op: both for op, both in kinds.items() if both[0]}

@@ -256,7 +256,7 @@ def _settle(handle: FlatParamHandle, slot: Tensor) -> None:
     for region in handle.layout.regions:
         full = region.full
         if full.is_own and region.layout.padded_numel:
-            views = [] if full.own_slice is None else [full.own_slice, *full.own_parts]
+            views = [] if full.own_slice is None else [full.own_slice]
             buffers.append((full.buffer, [*views, *map(local_of, full.leaves)]))
     _lay(buffers, slot)
 

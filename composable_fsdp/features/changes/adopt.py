@@ -25,7 +25,7 @@ from composable_fsdp.flat.residency import shards_are_unchanged
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.planning.layout import RegionLayout
-from composable_fsdp.planning.split import split_region
+from composable_fsdp.planning.partition import split_region
 from composable_fsdp.runtime.grad_hooks import install_grad_hooks
 from composable_fsdp.runtime.meta_values import end_watch
 from composable_fsdp.runtime.offload import (

@@ -1,4 +1,4 @@
-"""Gradients that ranks exchange as int8: a communication hook, and its costs.
+"""Gradients that ranks exchange as int8: a communication hook.
 
 ::
 
@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -77,27 +77,3 @@ def int8_all_to_all_hook(
     parts = grad.new_empty(ranks * numel)
     collectives.all_gather_flat([parts], [mean.to(grad.dtype)], group)
     grad.copy_(parts[: grad.numel()])
-
-
-class Int8Exchange(NamedTuple):
-    """The bytes of an exchange of ``int8_all_to_all_hook``."""
-
-    sent: int
-    gathered: int
-    scratch: int
-
-
-def int8_exchange(numel: int, ranks: int, itemsize: int) -> Int8Exchange:
-    """Return the bytes of an exchange, for the plan."""
-    part = -(-numel // ranks)
-    size = -(-part // INT8_BLOCK) * INT8_BLOCK
-    sent, padded = ranks * int8_nbytes(size, INT8_BLOCK), ranks * size
-    # Encoding divides in float32, and copies other dtypes to float32 before.
-    divided = 4 * padded * (1 if itemsize == 4 else 2) + 4 * padded // INT8_BLOCK
-    # Decoded values of all ranks, and their sum.
-    summed = 2 * sent + 4 * padded + 4 * size
-    return Int8Exchange(
-        sent,
-        itemsize * ranks * (part if part * ranks == numel else size),
-        max(itemsize * padded + sent + divided, summed),
-    )

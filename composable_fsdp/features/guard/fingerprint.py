@@ -42,16 +42,14 @@ class UnitFacts(NamedTuple):
     options: tuple[Fact, ...]
 
 
-def facts_of(
-    units: Units, experts: int = 0, *, parts: bool = False
-) -> tuple[UnitFacts, ...]:
+def facts_of(units: Units, *, parts: bool = False) -> tuple[UnitFacts, ...]:
     """Return the facts of ``units``; with ``parts`` those equal over other parts."""
     names = {id(state): name for name, state in units}
     # Most units are alike: their plans share the objects with these identities.
     parameters: dict[int, tuple[Fact, ...]] = {}
     options: dict[tuple[object, ...], tuple[Fact, ...]] = {}
     found = []
-    for number, (name, state) in enumerate(units, 1):
+    for name, state in units:
         handle = state.handle
         # Units of several modules may share a plan; their paths differ.
         # Nor do parts of parameters, whose forms belong to the unit.
@@ -73,16 +71,7 @@ def facts_of(
             told = _options_of(state.options)
             told |= zip((*_GROUPS, *COMPARED_LATER), map(str, settings), strict=True)
             options[setting] = _option_facts(told)
-        if parts and handle.groups.experts_ref:
-            # Experts have the numbers of the rank in their names.
-            name = f"number {number} with an expert_mesh"
         found.append(UnitFacts(name, parameters[key], options[setting]))
-    # Their names and parameters are other ones on each rank; only the number tells
-    # whether all ranks meet as often.
-    if experts and found:
-        told = {"units with an expert_mesh": str(experts)}
-        more = _option_facts(told, len(found[0].options))
-        found[0] = found[0]._replace(options=(*found[0].options, *more))
     return tuple(found)
 
 
@@ -100,8 +89,6 @@ def _parameter_facts(
     handle: FlatParamHandle, several: bool, parts: bool
 ) -> Iterator[Fact]:
     """Yield the facts of a unit's parameters; with ``parts`` of all parts of them."""
-    if parts and handle.groups.experts_ref is not None:
-        return  # each rank has experts of its own
     forms = handle.layout.forms
     for number, region in enumerate(handle.layout.plan.regions):
         for slot in region.parameters:
@@ -118,7 +105,7 @@ def _parameter_facts(
                 # Without strides the parameter is contiguous where modules compute.
                 strides = f", strides {slot.strides}" if slot.strides else ""
                 place = f"number {number + 1} from element {slot.offset}{strides}"
-                yield _PLACE, i, f"the flat buffer {this} (group_by)", place
+                yield _PLACE, i, f"the flat buffer {this}", place
 
 
 def _options_of(options: UnitOptions) -> dict[str, str]:

@@ -429,8 +429,8 @@ def forward_fact(value: Any, at: str) -> Fact:
     numel = sum([region.layout.padded_numel for region in regions])
     does = f"runs {value.name} of {numel:,} elements"
     if len(regions) > 1:
-        # ``group_by`` may return different groups on different ranks (for example
-        # ``hash`` of a string); the sizes may be equal in spite of that.
+        # A rank may group its parameters otherwise, by dtypes and frozen ones, into
+        # regions of equal sizes.
         members = [[s.fqns for s in r.layout.parameters] for r in regions]
         digest = zlib.crc32(repr(members).encode())
         does += f" in {len(regions)} regions (grouping {digest:08x})"

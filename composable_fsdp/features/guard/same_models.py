@@ -123,11 +123,10 @@ def _compare_scopes(
     top: _FSDPState, units: Units, scopes: Sequence[Scope]
 ) -> list[str]:
     """Compare the units of each scope; return the texts of warnings that are due."""
-    experts = sum(state.handle.groups.experts_ref is not None for _, state in units)
     due = []
     for scope in scopes:
         parts = scope.parts is not None
-        facts = facts_of(scope.units, 0 if parts else experts, parts=parts)
+        facts = facts_of(scope.units, parts=parts)
         try:
             due.append(_compare(top, scope, facts))
         except DesyncError as error:
@@ -186,9 +185,7 @@ def _scopes_of_parts(units: Units) -> list[Scope]:
     """Return the units by the groups whose ranks hold other parts of them."""
     found: dict[dist.ProcessGroup, None] = {}
     for _, state in units:
-        experts = state.handle.groups.experts
         found |= dict.fromkeys(groups_of(state.handle.layout.forms))
-        found |= {} if experts is None else {experts: None}
     scopes = []
     for group in found:
         ranks = set(dist.get_process_group_ranks(group))

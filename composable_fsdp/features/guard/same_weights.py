@@ -119,10 +119,7 @@ def _initial_hashes(
 
 def _is_cut(state: _FSDPState, index: int, parts: dist.ProcessGroup | None) -> bool:
     """Return whether the ranks of ``parts`` hold other values under slot ``index``."""
-    handle = state.handle
-    if parts is None or handle.groups.experts_ref is not None:
-        return parts is not None
-    return parts in handle.layout.forms[index].cut_over
+    return parts is not None and parts in state.handle.layout.forms[index].cut_over
 
 
 def _unwritten(state: _FSDPState) -> list[bool]:

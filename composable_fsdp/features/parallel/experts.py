@@ -26,7 +26,7 @@ def count_expert_ranks(top: FlatParamHandle, units: Units) -> None:
     found = [
         (handle, _expert_ranks(top, name, handle))
         for name, handle in units
-        if handle.layout.forms or handle.groups.experts is not None
+        if handle.layout.forms
     ]
     for handle, ranks in found:
         # A copy of a unit, and a tree that was made again, have the number already.
@@ -39,19 +39,6 @@ def _expert_ranks(top: FlatParamHandle, name: str, handle: FlatParamHandle) -> i
     """Return how many ranks' tokens a unit of experts computes."""
     # Sizes, which are equal on all ranks: all raise or none.
     own, everyone = handle.groups.world_size, top.groups.world_size
-    told = handle.groups.expert_ranks
-    if told > 1:
-        # A tree may hold nothing but experts.
-        nested = handle is not top and top.groups.expert_ranks == 1
-        if nested and own * told != everyone:
-            raise CompositionError(
-                f"Unit {quoted(name)} has an expert_mesh of {told} ranks and is "
-                f"sharded over {own}; the model is sharded over {everyone}. Expected "
-                "that the numbers multiply to that of the model, so that all data "
-                "reaches each expert. Make one mesh of all data ranks, (edp, ep), and "
-                "pass device_mesh=mesh['edp'], expert_mesh=mesh['ep']."
-            )
-        return told
     if own == everyone:
         return 1
     forms = handle.layout.forms

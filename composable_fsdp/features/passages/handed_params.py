@@ -113,7 +113,7 @@ def _is_viewed(handle: FlatParamHandle) -> bool:
             continue
         storage = full.buffer.untyped_storage()
         # The buffer, and ``storage`` itself.
-        own = 2 + len(full.leaves) + (full.own_slice is not None) + len(full.own_parts)
+        own = 2 + len(full.leaves) + (full.own_slice is not None)
         if torch._C._storage_Use_Count(storage._cdata) > own:
             return True
     return False

@@ -12,7 +12,6 @@ from torch import Tensor
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
-from composable_fsdp.flat.build_region import fills_of
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import slot_path
 from composable_fsdp.flat.region import FlatParameter, part_of
@@ -149,10 +148,7 @@ def _copy_all_to_shards(handle: FlatParamHandle) -> None:
                 ".data, where they are copies",
             )
     for region in handle.layout.regions:
-        if region.full.own_parts:
-            for own_part, part in fills_of([region]):
-                part.copy_(own_part)
-        elif region.full.is_own:
+        if region.full.is_own:
             start = region.rank * region.layout.shard_numel
             region.shard.copy_(
                 region.full.buffer[start : start + region.layout.shard_numel]

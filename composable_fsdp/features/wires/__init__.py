@@ -1,1 +1,1 @@
-"""Wire formats of all-gathers, and collectives by an object of the user: transports."""
+"""Wire formats of all-gathers."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -58,14 +57,7 @@ class Int8Wire(WireFormat):
         scales = layout.shard_numel // self.block
         return _scratch(layout.shard_numel, dtype) + 2 * _SCALE_BYTES * scales
 
-    def encode(
-        self,
-        shard: Tensor,
-        out: Tensor,
-        layout: WireLayout,
-        rank: int,
-        largest: Tensor | None,
-    ) -> None:
+    def encode(self, shard: Tensor, out: Tensor, layout: WireLayout, rank: int) -> None:
         """Write a shard into the wire; see ``WireFormat``."""
         encode_int8(shard[None], out[None], self.block)
 
@@ -77,36 +69,17 @@ class Int8Wire(WireFormat):
 
 @dataclass(frozen=True)
 class Float8Wire(WireFormat):
-    """Sends matrices as float8 (e4m3), with a scale in float32 per row or matrix.
+    """Sends matrices as float8 (e4m3), with a scale in float32 per row.
 
-    Values do not depend on the number of ranks: gathering encoded rows equals encoding
-    the whole matrix.
-
-    Args:
-        scale: ``"row"`` (default): a scale per index of dim 0. ``"tensor"``: a scale
-            per matrix, as float8 matrix products with a single scale use; the largest
-            magnitude is all-reduced before each all-gather.
-
-    Raises: ValueError, for another ``scale``.
+    A row is an index of dim 0. Values do not depend on the number of ranks: gathering
+    encoded rows equals encoding the whole matrix.
     """
 
-    scale: Literal["row", "tensor"] = "row"
     needs_rows = True
-
-    def __post_init__(self) -> None:
-        if self.scale not in ("row", "tensor"):
-            raise ValueError(
-                f"Float8Wire(scale=...) expects 'row' or 'tensor', got {self.scale!r}."
-            )
-
-    @property
-    def needs_maximum(self) -> bool:  # type: ignore[override]  # read only here
-        """Whether a scale covers the rows of several ranks."""
-        return self.scale == "tensor"
 
     def nbytes(self, layout: WireLayout) -> int:
         """Return the bytes of a rank's slice; see ``WireFormat``."""
-        return _slice_bytes(layout.shard_numel, self._number(layout))
+        return _slice_bytes(layout.shard_numel, _most_rows(layout))
 
     def scratch_nbytes(self, layout: WireLayout, dtype: torch.dtype) -> int:
         """Return the bytes of temporary tensors; see ``WireFormat``."""
@@ -114,38 +87,21 @@ class Float8Wire(WireFormat):
         most = max(rows * width for _, rows, width in layout.matrices)
         return _scratch(min(most, layout.shard_numel), dtype)
 
-    def _number(self, layout: WireLayout) -> int:
-        """Return the scales in a rank's slice."""
-        # Every rank sends all scales of matrices: they are few, and equal.
-        return len(layout.matrices) if self.needs_maximum else _most_rows(layout)
-
-    def encode(
-        self,
-        shard: Tensor,
-        out: Tensor,
-        layout: WireLayout,
-        rank: int,
-        largest: Tensor | None,
-    ) -> None:
+    def encode(self, shard: Tensor, out: Tensor, layout: WireLayout, rank: int) -> None:
         """Write a shard into the wire; see ``WireFormat``."""
         # Padding, and scales of rows that other ranks have more of, are zeros.
         out.zero_()
-        values, scales = _split(out, layout.shard_numel, self._number(layout))
+        values, scales = _split(out, layout.shard_numel, _most_rows(layout))
         encoded = values.view(_FLOAT8)
-        if largest is not None:
-            _set_scales(scales, largest, _FLOAT8_MAX)
         done = 0
         for index, first, last in layout.parts(rank):
             offset, _, width = layout.matrices[index]
             begin = offset + first * width - rank * layout.shard_numel
             end, count = begin + (last - first) * width, last - first
             rows = shard[begin:end].view(count, width).float()
-            if largest is None:
-                scale = scales[done : done + count]
-                _set_scales(scale, rows.abs().amax(1), _FLOAT8_MAX)
-                done += count
-            else:
-                scale = scales[index]
+            scale = scales[done : done + count]
+            _set_scales(scale, rows.abs().amax(1), _FLOAT8_MAX)
+            done += count
             # The quotient is at most the largest float8 up to a rounding, which the
             # cast rounds back; torch's cast does not saturate.
             encoded[begin:end].view(count, width).copy_(rows / scale.view(-1, 1))
@@ -153,23 +109,17 @@ class Float8Wire(WireFormat):
     def decode(self, wire: Tensor, full: Tensor, layout: WireLayout) -> None:
         """Write the elements of all ranks; see ``WireFormat``."""
         slices = wire.view(layout.world_size, -1)
-        values, scales = _split(slices, layout.shard_numel, self._number(layout))
+        values, scales = _split(slices, layout.shard_numel, _most_rows(layout))
         # One cast for all ranks; the scales follow in place, in float32 (an operator
         # of a bfloat16 and a float32 tensor computes in float32).
         full.view(layout.world_size, -1).copy_(values.view(_FLOAT8))
-        if self.needs_maximum:
-            found = scales[0]
-        else:
-            # An operator per matrix, and not per matrix and rank.
-            found = scales.reshape(-1)[_places(layout, scales)]
+        # An operator per matrix, and not per matrix and rank.
+        found = scales.reshape(-1)[_places(layout, scales)]
         at = 0
-        for index, (offset, rows, width) in enumerate(layout.matrices):
+        for offset, rows, width in layout.matrices:
             part = full[offset : offset + rows * width].view(rows, width)
-            if self.needs_maximum:
-                part.mul_(found[index])
-            else:
-                part.mul_(found[at : at + rows, None])
-                at += rows
+            part.mul_(found[at : at + rows, None])
+            at += rows
 
 
 def encode_int8(values: Tensor, out: Tensor, block: int) -> None:
