@@ -68,7 +68,6 @@ class DescribedUnit:
             "class": plan.class_name,
             "state": self.state,
             "ranks": self.ranks,
-            "experts": self.experts,
             "replicas": plan.replicas,
             "bytes_per_rank": plan.parameter_bytes,
             "regions": [

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -70,19 +70,22 @@ def sums_over_ranks(output: Tensor) -> Tensor:
 OWN = ("world_size", "batch", "loss", "optimizer", "max_norm", "device_type", "machine")
 
 
-def run(build: Any = None, make: Any = text, **given: Any) -> Simulation:
+def run(
+    build: Any = None, make: Callable[[], nn.Module] = text, **given: Any
+) -> Simulation:
     """Simulate a step on 8 ranks, with a unit per block; options are those of units."""
     own: dict[str, Any] = {"world_size": 8, "batch": batch()}
     own |= {name: given.pop(name) for name in OWN if name in given}
 
     def model() -> nn.Module:
-        made = make()
+        made: Any = make()
         if size := given.pop("shard_world_size", None):
             sizes = own["world_size"] // size, size
             given["device_mesh"] = init_device_mesh("cpu", sizes)
         for block in made.blocks:
             fully_shard(block, **given)
-        return fully_shard(made, **given)
+        whole: nn.Module = fully_shard(made, **given)
+        return whole
 
     return simulate(build or model, **own)
 

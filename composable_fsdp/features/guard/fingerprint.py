@@ -102,9 +102,7 @@ def _parameter_facts(
             yield _FLAG, i, f"requires_grad {this}", str(region.trainable)
             # Regions hold what a rank has, and parts differ in size.
             if not parts:
-                # Without strides the parameter is contiguous where modules compute.
-                strides = f", strides {slot.strides}" if slot.strides else ""
-                place = f"number {number + 1} from element {slot.offset}{strides}"
+                place = f"number {number + 1} from element {slot.offset}"
                 yield _PLACE, i, f"the flat buffer {this}", place
 
 
