@@ -290,7 +290,7 @@ def _part(ref: ParamRef, value: Tensor) -> Tensor:
 def _write(leaf: Tensor, part: Tensor, *, assign: bool) -> None:
     """Copy ``part`` into ``leaf``; with ``assign`` into new memory, in its dtype."""
     # A user may hold the old memory. All ranks adopt the change at the next use, also
-    # ranks with an empty part (``features.changes.user_memory``).
+    # ranks with an empty part (``features.changes.adopt``).
     if assign and not leaf.is_meta:
         leaf.data = torch.empty_like(leaf, dtype=part.dtype)
     leaf.copy_(part)

@@ -117,7 +117,7 @@ def assert_equal(model: nn.Module, expected: nn.Module) -> None:
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     "arena",
-    [None, Arena(poison=True, reduce=True), Arena(shared=False)],
+    [None, Arena(poison=True), Arena(shared=False)],
     ids=["none", "shared", "own"],
 )
 @pytest.mark.parametrize("offload", [False, True])

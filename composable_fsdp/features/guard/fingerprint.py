@@ -20,7 +20,6 @@ from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning.options import UnitOptions, in_force, precision_fields
 from composable_fsdp.planning.walk import modules, named
 from composable_fsdp.tree.changed_settings import (
-    COMPARED_LATER,
     option_text,
     setting_values,
 )
@@ -74,16 +73,17 @@ def facts_of(
             parameters[key] = _of_all_parts(state, found_here) if parts else found_here
         groups = state.handle.groups
         # Numbers of ranks and not the ranks, which differ between replicas.
+        named = setting_values(state, names)
         settings: tuple[object, ...] = (
             *(groups.shard_world_size, groups.replicas),
             state.handle.layout.device.type,
             # A backward compares this one by itself: ``no_sync`` changes often.
             state.settings.sync_gradients,
-            *setting_values(state, names),
+            *named.values(),
         )
         setting = id(state.options), *settings
         if setting not in options:
-            pairs = zip((*_GROUPS, *COMPARED_LATER), map(str, settings), strict=True)
+            pairs = zip((*_GROUPS, *named), map(str, settings), strict=True)
             options[setting] = (*_option_facts(state.options), *pairs)
         if parts and groups.experts_ref:
             # Experts have the numbers of the rank in their names.

@@ -232,12 +232,10 @@ def _settle(trees: Iterable[RuntimeContext], handles: list[FlatParamHandle]) -> 
                 "reduction (no_sync). Call it after the backward that reduces."
             )
     for handle in handles:
-        forms = filter(None, (handle.form, handle.other_form))
-        for slot in (*(form.slot for form in forms), handle.reduction.slot):
-            if slot is not None:
-                # Before the versions are noted, which this moves: what a graph saved of
-                # the slot is lost.
-                slot.leave()
+        if handle.form.slot is not None:
+            # Before the versions are noted, which this moves: what a graph saved of the
+            # slot is lost.
+            handle.form.slot.leave()
 
 
 def _tensors(
@@ -328,14 +326,12 @@ def _wake(found: _Asleep) -> list[str]:
 
 def _free_buffers(handle: FlatParamHandle) -> None:
     """Free the old slots, which the views keep until they move into the new ones."""
-    for form in filter(None, (handle.form, handle.other_form)):
-        for full in form.fulls:
-            memory.free(full)
-        if form.source is not None:
-            form.source.drop()
+    for full in handle.form.fulls:
+        memory.free(full)
+    if handle.form.source is not None:
+        handle.form.source.drop()
     for region in handle.layout.trainable:
         memory.free(region.reduce.buffer)
-    handle.reduction.home = None
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
