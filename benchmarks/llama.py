@@ -158,7 +158,7 @@ class Trainee(device_steps.Trainee):
             device,
             param_init_fn=fill,
             device_id=device,
-            arena=Arena(reduce=True) if name == "captured" else None,
+            arena=Arena() if name == "captured" else None,
         )
         if name == "plain":
             model.apply(fill)

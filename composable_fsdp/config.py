@@ -319,30 +319,16 @@ class Arena:
         poison: fill a slot when a unit gives the slot back: floating point numbers
             become NaN, so that a read of parameters behind their use shows; bits of
             other dtypes are 1. Default False.
-        reduce: keep memory for reduce buffers, too: a slot as large as those of the
-            largest unit, which units use in turn. Gradients of further units that wait
-            for a reduction, as under ``no_sync``, lie elsewhere. Default False.
-        comm_memory: "nccl" allocates the slots with the allocator of the NCCL backend
-            and registers them with each communicator (user buffers). Default None: the
-            allocator of torch.
 
-    Raises: TypeError, if ``shared``, ``poison`` or ``reduce`` is not a bool;
-    ValueError, for an unknown ``comm_memory``.
+    Raises: TypeError, if ``shared`` or ``poison`` is not a bool.
     """
 
     shared: bool = True
     poison: bool = False
-    reduce: bool = False
-    comm_memory: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("shared", "poison", "reduce"):
+        for name in ("shared", "poison"):
             require_bool(getattr(self, name), f"Arena({name}=...)")
-        if self.comm_memory not in (None, "nccl"):
-            raise ValueError(
-                f"Arena(comm_memory=...) expects None or 'nccl', got "
-                f"{self.comm_memory!r}."
-            )
 
 
 class StateDictType(Enum):

@@ -217,7 +217,7 @@ a unit that needs another layout inside a transform
         call={jvp/vjp} (conv frozen=1) | freeze_all True; train 2 | width=5
         strategy={WHOLE/FULL_SHARD} style=auto apart groups replicas=12
 a backward inside a forward, and gradients for all
-    layer_norm call=functional unit=both again=0: nogradpart unit= again=2 (linear
+    layer_norm unit=both again=0: nogradpart unit= again=2 (linear
         form=slice call=vjp unit=both dtype=float32 frozen=1 + linear form=in_place
         frozen=2) + nogradpart unit= again=2 (linear form=slice call=vjp unit=both
         dtype=float32 frozen=1 + linear form=in_place frozen=2) | freeze_piece 6 True;
@@ -259,15 +259,6 @@ a hook of a parameter that raised, and a forward from before
         forward 2; backward; step; STEPS | strategy={WHOLE/HALF/FULL_SHARD}
 writes to weights in forward
     linear + {clamp/dataclamp/normalized}
-functional_call on a unit
-    linear + linear call=functional
-    linear + mul call=functional | | strategy=HALF
-functional_call on a unit that is full by hand
-    linear + linear call={functional/functional_caught} | unshard_unit 0 False;
-        unshard_unit 1 False; unshard_unit 2 False; forward 0 {train/no_grad}; save;
-        STEPS
-    linear + linear call={functional/functional_caught} | unshard_unit 1 False;
-        unshard_unit 2 False; forward 0 {train/no_grad}; save; STEPS | pairs
 gradients of no_sync where nothing is hooked
     linear form={thunk/set_thing/late_thunk}: | forward 0; backward 0 no_sync; forward
         1; backward; step | strategy=WHOLE
@@ -317,9 +308,6 @@ names in a unit of several modules
 state of an optimizer that was made while a unit was full
     plain: linear | unshard_unit 0 False; new_optimizer adagrad_fused; torch_get sharded
         | apart
-a write that only calls with other parameters were searched for
-    dataclamp call=functional_caught + linear call={gradient/plain} again=0 | forward 0;
-        STEPS
 loaded state of another layout
     | freeze 7; torch_get sharded; raw_round_trip; forward 1; step | seed=2
         optimizer=adamw_single

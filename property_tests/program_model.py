@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -125,24 +124,6 @@ def _skip(child: Any, x: Tensor) -> Tensor:
     return call(child, x) if child.turn % 2 else x
 
 
-def _functional(child: Any, x: Tensor, caught: bool = False) -> Tensor:
-    """Other parameters for the core, under the names that the caller sees."""
-    given = {}
-    for name, _ in child.named_parameters():
-        where, _, short = strip_wrapper(name).partition(".")
-        if where == "core":
-            shape = child.shapes[short]
-            value = torch.linspace(0.1, 0.9, max(1, shape.numel()))
-            dtype = DTYPES[child.part.dtype]
-            given[name] = value[: shape.numel()].view(shape).to(dtype)
-    if caught:
-        with suppress(Stop):
-            torch.func.functional_call(child, given, (x * 1, None, -1))
-    passed, bag = x * 1, FORMS[child.part.form][2]()
-    result = torch.func.functional_call(child, given, (passed, bag))
-    return take(child, passed, bag, result)
-
-
 def _caught(child: Any, x: Tensor) -> Tensor:
     """The child gives up half way, and its caller goes on without it."""
     try:
@@ -231,8 +212,6 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "vjp": _vjp,
     "jvp": _jvp,
     "vmap": lambda child, x: torch.func.vmap(lambda row: call(child, row[None])[0])(x),
-    "functional": _functional,
-    "functional_caught": lambda child, x: _functional(child, x, True),
     "forward": lambda child, x: call(child, x, "forward"),
     "method": lambda child, x: cast(Tensor, child.compute(x)),
     "core": lambda child, x: cast(Tensor, child.core(x)),

@@ -215,7 +215,7 @@ def shard(
     if options.wire:
         arguments["wire"] = Verbatim()
     if options.arena:
-        arguments["arena"] = Arena(options.arena == "shared", poison=True, reduce=True)
+        arguments["arena"] = Arena(options.arena == "shared", poison=True)
     if options.door == "composable":
         arguments["block"] = block_named(options.block)
     below = [unit for unit in units if unit]

@@ -240,10 +240,8 @@ def programs() -> st.SearchStrategy[Program]:
 def possible(program: Program) -> Program:
     """The nearest program that torch can run, and whose names are those of a plain one.
 
-    ``p.data = ...`` under ``torch.func`` crashes the process. Parameters of a wrapper
-    in a wrapper have names that ``functional_call`` does not find. A fused optimizer
-    raises for complex parameters, where a rank has some. ``functional_call`` does not
-    put back tied parameters of a module with two names. A hook on a view that was
+    ``p.data = ...`` under ``torch.func`` crashes the process. A fused optimizer
+    raises for complex parameters, where a rank has some. A hook on a view that was
     written to may crash the process.
     """
     words = program.words()
@@ -258,8 +256,6 @@ def possible(program: Program) -> Program:
     stopped = {*FUNCTIONAL, "call:checkpoint"}
     if stopped & program.words() and "core:quantized" in program.words():
         program = replace(program, root=_without(program.root, "quantized"))
-    if CALLED_WITH & program.words():
-        program = replace(program, root=_without(program.root, "tied"))
     if WRITING & program.words():
         program = replace(program, root=_unhooked(program.root))
     if FUSED & program.words():
@@ -268,9 +264,7 @@ def possible(program: Program) -> Program:
         # elements of bfloat16.
         if "dtype:bfloat16" in program.words():
             options = replace(options, optimizer="momentum")
-    if options.door == "wrapper" and (
-        CALLED_WITH & program.words() or program.words() >= UNLIKE_WRAPPER
-    ):
+    if options.door == "wrapper" and program.words() >= UNLIKE_WRAPPER:
         options = replace(options, door="composable")
     # A ``forward`` that is called as a method is refused, unless it only calls methods
     # that gather: then the weights that it reads itself are this rank's part.
@@ -281,7 +275,7 @@ def possible(program: Program) -> Program:
     if options.low and UNLIKE_LOW & program.words():
         options = replace(options, low=False)
     # A wrapper has other names, and functions of torch.func see it, or its caches.
-    if {*CALLED_WITH, *FUNCTIONAL, "core:quantized"} & program.words():
+    if {*FUNCTIONAL, "core:quantized"} & program.words():
         options = replace(options, wrapped="")
     if options.door == "wrapper" or "argument:replica" in program.words():
         options = replace(options, second="")
@@ -310,7 +304,6 @@ def _unshared(part: Part) -> Part:
 
 UNLIKE_LOW = {
     *("dtype:float32", "dtype:bfloat16", "form:partly"),
-    *("call:functional", "call:functional_caught"),
     *("core:batchnorm", "core:buffered", "core:spectralnorm", "core:complex"),
     *("core:quantized", "option:apart", "call:core", "form:late_thunk"),
 }
@@ -321,7 +314,6 @@ LOCAL = {f"argument:{how}" for how in ("no_sync", "replica", "accumulate")} | {
     "action:sync"
 }
 WRITING = {f"use:{use}" for use in ("set", "mul_", "mul_view", "iadd", "relu_")}
-CALLED_WITH = {"call:functional", "call:functional_caught"}
 FUSED = {
     f"{kind}:{name}"
     for name, (_, settings) in OPTIMIZERS.items()

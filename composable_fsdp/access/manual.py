@@ -139,10 +139,10 @@ def reshard(module: nn.Module) -> None:
     state = state_of_unit(module, "reshard")
     context = _context(state, "reshard")
     handle = state.handle
-    if handle.running.calls or handle.backward.task != NO_TASK:
+    if handle.calls or handle.backward.task != NO_TASK:
         raise PhaseError(
             f"reshard was called on {state.name} while its "
-            f"{'forward' if handle.running.calls else 'backward'} is running, which "
+            f"{'forward' if handle.calls else 'backward'} is running, which "
             "needs the full parameters. Call it before or after."
         )
     verbs.reshard(context, handle)

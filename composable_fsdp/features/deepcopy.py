@@ -15,7 +15,7 @@ from torch import nn
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.build import build_handle
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameter
-from composable_fsdp.flat.handle import FlatParamHandle, PartGuards
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.grad_hooks import install_grad_hooks
@@ -91,9 +91,7 @@ def _copy_handle(
         sharded=True,
         rule=copy.copy(handle.rule),
         # Modules below may be partly copied and have no children yet.
-        guarded=PartGuards(
-            tuple(copy.deepcopy(hooks, memo) for hooks in handle.guards.tables)
-        ),
+        guarded=tuple(copy.deepcopy(hooks, memo) for hooks in handle.guards),
         # The same meshes: the ranks of a copy are those of the model.
         forms=handle.layout.forms,
     )

@@ -10,7 +10,7 @@ from torch.serialization import add_safe_globals
 
 from composable_fsdp.comm import device, meeting, operations
 from composable_fsdp.features import engine
-from composable_fsdp.features.changes.adopt import UserChanges
+from composable_fsdp.features.changes import adopt
 from composable_fsdp.features.changes.late_registration import watch_registrations
 from composable_fsdp.features.guard.foreign_wrappers import guard_wrappers
 from composable_fsdp.features.guard.meetings import meet_in_store
@@ -20,7 +20,7 @@ from composable_fsdp.features.passages.casts import keep_full_precision
 from composable_fsdp.features.passages.full import FIRST, FULL, MOVING, Searches
 from composable_fsdp.features.shown_units import show_units
 from composable_fsdp.features.versions import tell_untested
-from composable_fsdp.flat.user_hooks import HOOK_WATCHES
+from composable_fsdp.flat.gradients import HOOK_WATCHES
 from composable_fsdp.lazy import later
 from composable_fsdp.optim.state_dict_hooks import prepare_for_dcp
 from composable_fsdp.optim.step_hooks import FIRST_STEPS, install_step_hooks
@@ -34,11 +34,8 @@ from composable_fsdp.tree.changed_settings import changed_settings
 operations.RECORDING.append(watch)
 meeting.MEETS.append(meet_in_store)
 device.CAPTURES.append(note_capture)
-moments.UNITS_PLANNED.extend(
-    (
-        later("composable_fsdp.features.parallel.dtensor_form", "refuse_shared_ranks"),
-        later("composable_fsdp.features.arena.registered_memory", "refuse_arenas"),
-    )
+moments.UNITS_PLANNED.append(
+    later("composable_fsdp.features.parallel.dtensor_form", "refuse_shared_ranks")
 )
 moments.FORMS_TAKEN.append(
     later("composable_fsdp.features.parallel.dtensor_form", "with_plain_parameters")
@@ -82,7 +79,7 @@ moments.PASSAGES.update(first=FIRST, full=FULL, moving=MOVING, searches=Searches
 moments.HANDED_OUT.append(
     later("composable_fsdp.features.passages.handed_params", "hand_out")
 )
-moments.changes = UserChanges()
+moments.changes = adopt
 moments.copy_state = later("composable_fsdp.features.deepcopy", "copy_state")
 moments.reduce_by_hook = later(
     "composable_fsdp.features.comm_hooks.hooks", "reduce_by_hook"

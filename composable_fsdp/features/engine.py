@@ -78,13 +78,10 @@ def _in_graph(given: Any) -> tuple[Any, ...]:
     if found is None or not given.requires_grad:
         return (given,)  # for a frozen parameter torch raises the usual error
     handle, index = found
-    forms = [[r.full.leaves for r in handle.layout.regions]]
-    if handle.other_form is not None:
-        forms.append([each.leaves for each in handle.other_form.regions])
+    full = [*chain.from_iterable(r.full.leaves for r in handle.layout.regions)][index]
     # A parameter that was unfrozen since the forward is in no graph, as in the plain
     # model, and torch refuses tensors that require no grad.
-    full = [list(chain.from_iterable(form))[index] for form in forms]
-    return (given, *[leaf for leaf in full if leaf.requires_grad])
+    return (given, full) if full.requires_grad else (given,)
 
 
 def _require_no_fill(inputs: Sequence[Any]) -> None:

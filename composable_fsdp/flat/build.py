@@ -1,8 +1,4 @@
-"""Building a unit's handle: the regions, and the tables that every step needs.
-
-With mixed precision, a step gathers in the compute dtype; elsewhere parameters may be
-shown in their own dtype, in a second form (``handle.other_form``) of full buffers.
-"""
+"""Building a unit's handle: the regions, and the tables that every step needs."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from itertools import chain
 from operator import attrgetter
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.flat import part_guards
@@ -21,14 +17,13 @@ from composable_fsdp.flat.build_region import (
     fills_of,
     full_leaves,
     full_views,
-    make_full,
 )
 from composable_fsdp.flat.gather_sources import EncodedShards, Pieces
 from composable_fsdp.flat.handle import (
     FlatParamHandle,
     FullForm,
+    Guards,
     LeafMemory,
-    PartGuards,
     ShardWrites,
     UnitLayout,
     remember_leaves,
@@ -47,7 +42,6 @@ from composable_fsdp.flat.residency import (
     unreadable_versions,
     written,
 )
-from composable_fsdp.phases import Residency
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.unit_plan import Place, UnitPlan
@@ -62,7 +56,7 @@ def build_handle(
     device: torch.device,
     sharded: bool = False,
     rule: ReduceRule | None = None,
-    guarded: PartGuards | None = None,
+    guarded: Guards | None = None,
     forms: Forms = NO_FORMS,
 ) -> FlatParamHandle:
     """Turn a planned unit into flat buffers and leaves, in the sharded state."""
@@ -128,16 +122,11 @@ def replace_layout(
         sharded=True,
         forms=handle.layout.forms,
         origin=origin,
-        epoch=handle.layout.epoch + 1,
     )
     form = make_form(made)
     if form.needs_fill:
-        # The form in the compute dtype has the slot, if any.
-        other = handle.other_form
-        form.slot = handle.form.slot or (other.slot if other is not None else None)
-    reductions = handle.reduction.slot
+        form.slot = handle.form.slot
     handle.begin_layout(made, form, leaf_memory(made))
-    handle.reduction.slot = reductions
     count_flat_writes(handle)
     set_divisions(handle)
     remember_leaves(handle)
@@ -154,7 +143,6 @@ def _make_layout(
     sharded: bool,
     forms: Forms,
     origin: tuple[RegionLayout, ...] | None = None,
-    epoch: int = 0,
 ) -> UnitLayout:
     """Build the regions of ``plan`` over ``parameters``, which become the leaves."""
     options = plan.options
@@ -179,10 +167,8 @@ def _make_layout(
     return UnitLayout(
         plan,
         origin or plan.regions,
-        epoch,
         0 if not origin or plan.regions == origin else _checksum(plan.regions),
         device,
-        rows=rows,
         offload=offload,
         on_meta=any(map(_on_meta, regions)),
         regions=regions,
@@ -258,7 +244,6 @@ def make_form(
     layout: UnitLayout,
     unreadable: tuple[int, ...] | None = None,
     *,
-    full_precision: bool = False,
     source: GatherSource | None = None,
 ) -> FullForm:
     """Return the full form over the regions' full buffers and leaves."""
@@ -267,23 +252,22 @@ def make_form(
     gathering = [r for r in layout.regions if r.full.is_own and r.layout.padded_numel]
     # The shard itself, if it has the compute dtype and is on the compute device. Else
     # it is first cast or copied into this rank's slice of ``full``, in place.
-    inputs = [_gathered_from(r) for r in gathering]
+    slices = [(r.shard, r.full.own_slice) for r in gathering]
+    inputs = [shard if own is None else own for shard, own in slices]
     fulls = [r.full.buffer for r in gathering]
     wires = [r.full.wire for r in gathering]
     outputs = fulls
     # The same list without wire formats: a full buffer that is replaced must be
     # replaced in both.
     if any(wires):
-        outputs = [
-            wire.buffer if wire else full
-            for wire, full in zip(wires, fulls, strict=True)
-        ]
+        pairs = [*zip(wires, fulls, inputs, strict=True)]
+        outputs = [wire.buffer if wire else full for wire, full, _ in pairs]
+        inputs = [wire.own if wire else own for wire, _, own in pairs]
         source = EncodedShards()
     elif source is None and layout.plan.piece_ranks and not layout.on_meta:
         source = Pieces(layout.plan, gathering)
     leaves = [r.full.leaves for r in layout.regions]
     return FullForm(
-        full_precision,
         _placed(layout.regions, layout.places, leaves),
         (outputs, inputs),
         fulls,
@@ -292,15 +276,6 @@ def make_form(
         unreadable,
         source=source,
     )
-
-
-def _gathered_from(region: FlatParameter) -> Tensor:
-    """Return the input of the region's all-gather."""
-    full = region.full
-    # In place, as with a cast: the input is a slice of the output.
-    if full.wire is not None:
-        return full.wire.own
-    return region.shard if full.own_slice is None else full.own_slice
 
 
 def set_divisions(handle: FlatParamHandle) -> None:
@@ -315,37 +290,6 @@ def set_divisions(handle: FlatParamHandle) -> None:
     for region in handle.layout.trainable:
         dtype = region.reduce.buffer.dtype
         region.reduce.division = division(rule, dtype, ranks=ranks, can_average=average)
-
-
-def switch_form(handle: FlatParamHandle) -> bool:
-    """Make the other precision current; return whether its leaves are new."""
-    assert handle.residency is Residency.SHARDED
-    form, other = handle.form, handle.other_form
-    form.readable = None  # autograd must not read leaves that are put aside
-    made = other is None
-    form.regions = tuple([region.full for region in handle.layout.regions])
-    if other is None:
-        # The buffers outlive the caller's inference mode, so they must not be inference
-        # tensors.
-        with torch.inference_mode(False), torch.no_grad():
-            for region in handle.layout.regions:
-                region.full = make_full(
-                    region.layout,
-                    region.leaves,
-                    region.shard,
-                    region.layout.dtype,
-                    region.rank,
-                    region.device,
-                    offload=region.offload,
-                    forms=handle.layout.forms,
-                )
-        other = make_form(handle.layout, form.unreadable, full_precision=True)
-    else:
-        for region, full in zip(handle.layout.regions, other.regions, strict=True):
-            region.full = full
-        other.regions = ()
-    handle.form, handle.other_form = other, form
-    return made
 
 
 def renew_full_leaves(
@@ -365,10 +309,5 @@ def renew_full_leaves(
         region.full = full._replace(leaves=tuple(made))
     form = handle.form
     # The pieces stay: the other ranks, which may not renew theirs, use their own.
-    handle.form = make_form(
-        handle.layout,
-        form.unreadable,
-        full_precision=form.full_precision,
-        source=form.source,
-    )
+    handle.form = make_form(handle.layout, form.unreadable, source=form.source)
     return found

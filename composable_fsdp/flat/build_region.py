@@ -60,7 +60,6 @@ def build_region(
             device,
             offload=offload,
             forms=forms,
-            wired=True,
         )
         kind = TrainableRegion if layout.trainable else FlatParameter
         region = kind(
@@ -143,11 +142,10 @@ def make_full(
     device: torch.device,
     *,
     offload: bool,
-    forms: Forms = NO_FORMS,
-    wired: bool = False,
+    forms: Forms,
 ) -> FullBuffer:
     """Create a full buffer ``(padded_numel,)`` of ``dtype``, and the full leaves."""
-    wire = layout.wire if wired and layout.padded_numel else None
+    wire = layout.wire if layout.padded_numel else None
     # A single rank encodes and decodes, too: numbers must not depend on the ranks.
     is_cut = layout.world_size > 1 or dtype != layout.dtype or offload or bool(wire)
     buffer, own_slice = shard, None
@@ -163,17 +161,13 @@ def make_full(
         # Views can be created only while the storage has memory. The views stay valid
         # when the storage is resized to 0.
         memory.free(buffer)
-    encoded = _wire_buffer(layout, rank, device) if wire else None
+    encoded = None
+    if wire:
+        row = torch.empty(layout.wire_nbytes, dtype=torch.uint8, device=device)
+        size = layout.wire_nbytes // layout.world_size
+        encoded = WireBuffer(row, row[rank * size : (rank + 1) * size])
+        memory.free(row)
     return FullBuffer(buffer, own_slice, is_cut, tuple(made), encoded)
-
-
-def _wire_buffer(layout: RegionLayout, rank: int, device: torch.device) -> WireBuffer:
-    """Create the buffer of the encoded values, without memory."""
-    buffer = torch.empty(layout.wire_nbytes, dtype=torch.uint8, device=device)
-    size = layout.wire_nbytes // layout.world_size
-    made = WireBuffer(buffer, buffer[rank * size : (rank + 1) * size])
-    memory.free(buffer)
-    return made
 
 
 def full_views(

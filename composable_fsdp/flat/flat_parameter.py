@@ -22,13 +22,13 @@ from composable_fsdp.flat.gradients import (
     own_gradients,
     ready_gradient,
     shard_views,
+    show_on_flat,
     views_are_intact,
     with_absent,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter, grad_of
 from composable_fsdp.flat.residency import count_flat_writes
-from composable_fsdp.flat.user_hooks import show_on_flat
 from composable_fsdp.planning.layout import RegionLayout
 
 
@@ -239,15 +239,12 @@ def move_gradients_in(handles: Iterable[FlatParamHandle]) -> None:
                     add_own_gradients(handle, region)
 
 
-def _is_settled(handle: FlatParamHandle) -> bool:
-    """Return whether no reduction is writing into the unit's flat gradients."""
-    return not (handle.reduction.has_memory or handle.reduction.in_flight)
-
-
 def _hold(handle: FlatParamHandle, region: FlatParameter) -> None:
     """Make ``gradient.shard`` the gradient of the region's flat parameter."""
     assert region.flat is not None
-    ready_gradient(region, settled=_is_settled(handle))
+    # A reduction may be writing into the flat gradient.
+    writes = handle.reduction.has_memory or handle.reduction.in_flight
+    ready_gradient(region, settled=not writes)
     # Parts without a gradient become zeros.
     own_gradients(region)
     region.flat.grad = region.gradient.shard

@@ -32,21 +32,20 @@ from composable_fsdp.comm.operations import Operation
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.build_region import fills_of
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.memory import GatherSource
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.flat.residency import shard_versions
 from composable_fsdp.phases import BACKWARD_PRE
 from composable_fsdp.planning.unit_plan import UnitPlan
 
 
-class EncodedShards:
-    """The source of all-gathers of a unit with wire formats: a ``GatherSource``."""
+class EncodedShards(GatherSource):
+    """The source of all-gathers of a unit with wire formats."""
 
     __slots__ = ()
-    at_rest = False
-    kept: tuple[Tensor, ...] = ()
 
     def fill(
-        self, context: object, handle: FlatParamHandle
+        self, context: Any, handle: FlatParamHandle
     ) -> tuple[list[Tensor], GroupRef | None]:
         """Encode the shards."""
         _encode_shards(handle)
@@ -79,9 +78,6 @@ class EncodedShards:
     def before_free(self, handle: FlatParamHandle) -> None:
         """Free the encoded values, which have memory if the all-gather has raised."""
         _free_encoded(handle)
-
-    def drop(self) -> None:
-        """Do nothing: encoded values are not kept."""
 
 
 # ``torch.func.vjp`` in a forward refuses writes to tensors from outside of it.
@@ -136,8 +132,8 @@ def _free_encoded(handle: FlatParamHandle) -> None:
             memory.free(region.full.wire.buffer)
 
 
-class Pieces:
-    """The pieces of a form, of each region with elements: a ``GatherSource``."""
+class Pieces(GatherSource):
+    """The pieces of a form, of each region with elements."""
 
     __slots__ = (
         *("_filled_at", "_gathered_at", "_inputs", "_starts", "at_rest"),
@@ -147,7 +143,7 @@ class Pieces:
     def __init__(self, plan: UnitPlan, regions: Sequence[FlatParameter]) -> None:
         self.at_rest = plan.has_rest
         """Whether the pieces stay from step to step, and not only until backward."""
-        self.kept: list[Tensor] = []
+        self.kept = []
         """The buffers of the pieces; without memory at first."""
         self._starts: list[int] = []
         """Where in ``full`` the pieces begin."""

@@ -8,21 +8,25 @@ the user exchanged ``.grad`` of leaves, sums are added to each, as autograd does
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from itertools import compress, repeat
 from operator import is_, or_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.flat.region import (
     FlatParameter,
     TrainableRegion,
     grad_of,
     post_hooks_of,
 )
+from composable_fsdp.naming import quoted
 from composable_fsdp.planning.layout import ShardCuts
 
 
@@ -137,42 +141,26 @@ def _free_gradient(region: FlatParameter) -> None:
     region.gradient.places = ()
 
 
-def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
+def add_to_all(region: FlatParameter, sums: Tensor) -> bool:
     """Add ``sums`` to the whole flat gradient, if that is correct for every leaf.
 
-    Correct: each leaf shows its view, or has no ``.grad`` and has not shown the view.
+    Correct: each leaf shows its view, or none has a ``.grad`` and none has shown it.
     """
-    grad_shard = region.gradient.shard
-    assert grad_shard is not None
-    stale = list(region.gradient.gaps)
-    for leaf, view, hit, shown in zip(
-        region.leaves,
-        region.gradient.views,
-        arrived,
-        region.gradient.shown,
-        strict=True,
-    ):
-        gradient = leaf.grad
-        # The leaf has no element on this rank.
-        if view is None:
-            continue
-        if gradient is None:
-            if not shown:
-                stale.append(view)
-            elif hit:
-                # The view was shown and cleared since: a user may hold the view, whose
-                # values must not change.
-                return False
-        elif gradient is not view:
-            # The leaf shows a tensor of the user, which the flat gradient does not
-            # contain.
+    gradient = region.gradient
+    assert gradient.shard is not None
+    if are_cleared(region.leaves):
+        # A user may hold a view that was shown, whose values must not change.
+        if 1 in gradient.shown:
             return False
-    # Zero the parts that no leaf shows, and the padding: if a user multiplies a whole
-    # gradient by a factor (0 times inf is NaN), the result must not remain in those
-    # parts.
-    if stale:
-        torch._foreach_zero_(stale)
-    grad_shard.add_(sums)
+        gradient.shard.copy_(sums)
+        return True
+    if not all(map(is_, map(grad_of, region.leaves), gradient.views)):
+        return False
+    # If a user multiplies a whole gradient by a factor (0 times inf is NaN), the result
+    # must not remain in the padding.
+    if gradient.gaps:
+        torch._foreach_zero_(gradient.gaps)
+    gradient.shard.add_(sums)
     return True
 
 
@@ -217,7 +205,7 @@ def show_on_leaves(
 ) -> list[nn.Parameter]:
     """Add reduced gradients to ``.grad``; return the leaves that have hooks to call."""
     # A single addition for the whole region, if that is correct for every parameter.
-    if sums is not None and not add_to_all(region, sums, arrived):
+    if sums is not None and not add_to_all(region, sums):
         add_to_each(region, sums, arrived)
         return [
             leaf
@@ -253,31 +241,24 @@ def note_shown(region: FlatParameter, parts: bytes) -> None:
 
 def allocate_reduce(handle: FlatParamHandle, owner: torch.cuda.Stream | None) -> None:
     """Allocate the reduce buffers; ``owner`` copies gradients there, None on CPU."""
-    # Without an arena, or if gradients of another unit wait in its slot.
-    slot = handle.reduction.slot
-    if slot is None or not slot.take_reductions(handle):
-        for region in handle.layout.trainable:
-            buffer = region.reduce.buffer
-            # ``memory.allocate``, inlined.
-            nbytes, storage = buffer.nbytes, buffer.untyped_storage()
-            if storage.nbytes() != nbytes:
-                storage.resize_(nbytes)
+    for region in handle.layout.trainable:
+        buffer = region.reduce.buffer
+        # ``memory.allocate``, inlined.
+        nbytes, storage = buffer.nbytes, buffer.untyped_storage()
+        if storage.nbytes() != nbytes:
+            storage.resize_(nbytes)
     handle.reduction.has_memory = True
     handle.events.reduce_writer = owner
 
 
 def free_reduce(handle: FlatParamHandle) -> None:
     """Free the reduce buffers, behind which the stream that allocated them is."""
-    if handle.reduction.home is not None:
-        assert handle.reduction.slot is not None
-        handle.reduction.slot.give_back()
-    else:
-        for region in handle.layout.trainable:
-            buffer = region.reduce.buffer
-            try:  # ``memory.free``, inlined
-                buffer.untyped_storage().resize_(0)
-            except RuntimeError as error:
-                memory.require_unresizable(buffer, error)
+    for region in handle.layout.trainable:
+        buffer = region.reduce.buffer
+        try:  # ``memory.free``, inlined
+            buffer.untyped_storage().resize_(0)
+        except RuntimeError as error:
+            memory.require_unresizable(buffer, error)
     handle.reduction.has_memory = False
     # A later reduction must not wait for this stream: a CUDA graph that is captured on
     # another one may not depend on work from before.
@@ -296,9 +277,6 @@ def leave_reduce(handle: FlatParamHandle) -> None:
         if reduce.temporary is None:
             _free_gradient(region)
         reduce.temporary = None
-    if handle.reduction.home is not None:
-        assert handle.reduction.slot is not None
-        handle.reduction.slot.leave_reductions(handle)
     free_reduce(handle)
 
 
@@ -373,3 +351,117 @@ def reduce_target(region: TrainableRegion) -> Tensor:
         target = region.gradient.shard
     assert target is not None
     return target
+
+
+# ---- hooks that users registered on the sharded parameters ---------------------
+#
+# As in a plain model, tensor hooks run first and may replace the new gradient;
+# post-accumulate-grad hooks find the total in ``.grad``. Both see this rank's part,
+# averaged over ranks, once per reduction, also on a rank without elements of the
+# parameter, because a hook may issue a collective.
+#
+# ``_backward_hooks`` and ``_post_accumulate_grad_hooks`` are private attributes of a
+# tensor: a dict, or None without hooks (checked on torch 2.13).
+
+HOOK_WATCHES: list[Callable[[nn.Parameter, Tensor], AbstractContextManager[None]]] = []
+"""What stands around each hook, by parameter and gradient (``features.defaults``)."""
+
+
+@torch.no_grad()
+def call_tensor_hooks(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
+    """Call the tensor hooks of parameters that get a gradient now.
+
+    Collective: none, except the collectives of the hooks.
+    """
+    views, _ = shard_views(region.cuts, sums)
+    for leaf, view, hit in zip(region.leaves, views, arrived, strict=True):
+        if not hit or not leaf._backward_hooks:
+            continue
+        gradient = given = view.to(region.gradient.dtype)
+        for hook in tuple(leaf._backward_hooks.values()):
+            replaced = _called(hook, gradient, leaf, gradient)
+            gradient = gradient if replaced is None else replaced
+        # A hook has replaced the gradient: write the result back into the sums.
+        if gradient is not given:
+            view.copy_(gradient)
+
+
+def _called(
+    hook: Callable[[Tensor], Any], given: Tensor, leaf: nn.Parameter, gradient: Any
+) -> Any:
+    """Call a hook of the user; an error names the parameter."""
+    try:
+        with ExitStack() as around:
+            for watch in HOOK_WATCHES if gradient is not None else ():
+                around.enter_context(watch(leaf, gradient))
+            return hook(given)
+    except Exception as error:
+        ref = find_param(leaf)
+        if ref is not None:
+            note = (
+                f"In a hook of parameter {quoted(ref.name)} {ref.shape}: it gets the "
+                f"gradient of this rank's part, {tuple(leaf.shape)}."
+            )
+            if hasattr(error, "add_note"):
+                error.add_note(note)
+            else:  # before Python 3.11
+                error.args = (f"{error}\n{note}",)
+        raise
+
+
+@torch.no_grad()
+def call_post_hooks(leaves: Iterable[nn.Parameter]) -> None:
+    """Call the hooks of parameters whose ``.grad`` was just set or added to."""
+    for leaf in leaves:
+        hooks = leaf._post_accumulate_grad_hooks
+        # A parameter without elements on this rank has ``.grad`` only while the hooks
+        # run.
+        is_absent = not leaf.numel() and leaf.grad is None
+        if is_absent:
+            leaf.grad = torch.empty_like(leaf, dtype=leaf.grad_dtype)
+        for hook in tuple(hooks.values()) if hooks else ():
+            _called(hook, leaf, leaf, leaf.grad)
+        if is_absent:
+            leaf.grad = None
+
+
+def show_on_flat(
+    region: FlatParameter, sums: Tensor | None, arrived: bytes | bytearray
+) -> list[nn.Parameter]:
+    """Add reduced gradients to ``.grad`` of the flat parameter; call the leaves' hooks.
+
+    Collective: none, except the collectives of the hooks.
+    """
+    if sums is not None:
+        own_gradients(region)
+        assert region.gradient.shard is not None
+        region.gradient.shard.add_(sums)
+    if 1 in arrived:
+        assert region.flat is not None
+        region.flat.grad = region.gradient.shard
+        note_shown(region, bytes(arrived))
+        # A single assignment serves all parameters. Single parameters are visited only
+        # if any of them has a post-accumulate-grad hook.
+        if any(map(post_hooks_of, region.leaves)):
+            _call_flat_post_hooks(region, arrived)
+    return []
+
+
+@torch.no_grad()
+def _call_flat_post_hooks(region: FlatParameter, arrived: bytes | bytearray) -> None:
+    """Run post-accumulate-grad hooks with ``.grad`` viewing the flat gradient."""
+    for leaf, view, hit in zip(
+        region.leaves, region.gradient.views, arrived, strict=True
+    ):
+        if hit and leaf._post_accumulate_grad_hooks:
+            own, leaf.grad = leaf.grad, view
+            call_post_hooks([leaf])
+            # A hook may have replaced or cleared ``.grad``; the result is copied into
+            # the flat gradient.
+            left, leaf.grad = grad_of(leaf), own
+            if view is None:
+                continue
+            if left is None:
+                view.zero_()
+            elif left is not view:
+                view.copy_(left)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, count
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm.device import Waitable, make_events
 from composable_fsdp.comm.groups import Groups
-from composable_fsdp.flat.memory import FullMemory, GatherSource
+from composable_fsdp.flat.memory import GatherSource
 from composable_fsdp.flat.param_form import Forms
 from composable_fsdp.flat.reduce_rule import ReduceRule
-from composable_fsdp.flat.region import FlatParameter, FullBuffer, TrainableRegion
+from composable_fsdp.flat.region import FlatParameter, TrainableRegion
 from composable_fsdp.flat.use_order import NO_LOGS
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase, Residency
@@ -41,10 +41,8 @@ Swap = tuple[Table, str, nn.Parameter, nn.Parameter]
 
 @dataclass(slots=True, eq=False)
 class FullForm:
-    """The full buffers and leaves of a unit in a precision (``build.switch_form``)."""
+    """The full buffers and leaves of a unit."""
 
-    full_precision: bool
-    """Whether the precision is that of the parameters, and not the compute dtype."""
     placed: tuple[nn.Parameter, ...]
     """The full leaf of each place."""
     gather_lists: tuple[list[Tensor], list[Tensor]]
@@ -67,10 +65,9 @@ class FullForm:
     # Strong references: a parameter holds its AccumulateGrad node only weakly.
     accumulators: tuple[Any, ...] = ()
     """AccumulateGrad nodes of the trainable full leaves."""
-    regions: tuple[FullBuffer, ...] = ()
-    """The full buffer of each region while the other form is current."""
-    slot: FullMemory | None = None
-    """Where the full leaves lie, if not in storages of their own."""
+    slot: Any = None
+    """Where the full leaves lie, if not in storages of their own: in a ``Slot`` of an
+    arena (``features.arena.slot``), which units use in turn."""
     source: GatherSource | None = None
     """What an all-gather reads, if not the shards or this rank's slices."""
 
@@ -110,15 +107,11 @@ class UnitLayout:
     origin: tuple[RegionLayout, ...]
     """Region layouts from ``fully_shard``, with today's dtypes; those of ``plan``
     differ after parameters were frozen or unfrozen."""
-    epoch: int
-    """Number of times the regions were rebuilt since ``fully_shard``."""
     structure: int
     """0 if the regions are those of ``fully_shard``; else a checksum of the parameters
     in each region, by which a program that freezes in turn finds a known order."""
     device: torch.device
     """The compute device, which holds the full parameters."""
-    rows: bool
-    """Whether sharded leaves keep whole rows of dim 0; else sharded leaves are 1-D."""
     offload: bool
     """Whether the shards and the sharded gradients are in host memory."""
     on_meta: bool
@@ -157,6 +150,7 @@ class LeafMemory(NamedTuple):
     """The storage of each leaf in ``empty``, of its own, to detect other ``.data``."""
 
 
+Guards = tuple[OrderedDict[int, Any], ...]
 NO_PATHS: Mapping[int, str] = MappingProxyType({})
 
 
@@ -182,39 +176,12 @@ class ShardWrites:
     """Flat parameters of the regions for which ``flat_of`` created a flat parameter."""
 
 
-@dataclass(slots=True, eq=False)
-class RunningForwards:
-    """The forwards of a unit that are running."""
-
-    # ``Any``: the class is in a higher layer.
-    calls: list[Any] = field(default_factory=list)
-    """The ``UnitForward`` of each running forward of the unit, outermost first."""
-    foreign: dict[int, Any] = field(default_factory=dict)
-    """By index of the place: tensors from ``torch.func.functional_call`` that the
-    modules show instead of full leaves while the unit is full."""
-    over_full: bool = False
-    """Whether ``functional_call`` has replaced full leaves, not sharded ones."""
-
-
-@dataclass(slots=True)
-class PartGuards:
-    """The parts of a unit, whose calls are refused while the unit is sharded."""
-
-    tables: tuple[OrderedDict[int, Any], ...]
-    """Tables of forward pre-hooks, one per part, for the refusal (``part_guards``)."""
-    open: bool = True
-    """Whether calls of the parts are allowed, as inside the unit's forward."""
-
-
 @dataclass(slots=True)
 class ReductionProgress:
     """Which gradients of a unit wait for a reduction."""
 
     due: bool = False
     """Whether gradients are expected, or have arrived, that no reduction has taken."""
-    slot: FullMemory | None = None
-    """The arena's slot for reductions; ``home``: its memory, if buffers lie there."""
-    home: Tensor | None = None
     has_memory: bool = False
     """Whether the reduce buffers are allocated; also during a reduction, until an
     all-gather takes the memory."""
@@ -234,6 +201,7 @@ class FlatParamHandle:
         "__weakref__",
         "backward",
         "block_leaves",
+        "calls",
         "events",
         "form",
         "full_fqn",
@@ -243,14 +211,12 @@ class FlatParamHandle:
         "kept_for_forward",
         "layout",
         "logs",
-        "other_form",
         "paths",
         "phase",
         "ready",
         "reduction",
         "residency",
         "rule",
-        "running",
         "writes",
     )
 
@@ -261,7 +227,7 @@ class FlatParamHandle:
         *,
         groups: Groups,
         rule: ReduceRule,
-        guards: PartGuards,
+        guards: Guards,
         writes: ShardWrites,
     ) -> None:
         self.groups, self.rule = groups, rule
@@ -273,7 +239,11 @@ class FlatParamHandle:
         self.logs = NO_LOGS
         """The order logs; assigned by lazy initialization."""
         self.guards = guards
-        self.running = RunningForwards()
+        """Tables of forward pre-hooks, one per part of the unit: they refuse calls of
+        the parts while the unit is sharded (``part_guards``)."""
+        # ``Any``: the class is in a higher layer.
+        self.calls: list[Any] = []
+        """The ``UnitForward`` of each running forward of the unit, outermost first."""
         self.writes = writes
         self.begin_layout(layout, form, writes.memory)
 
@@ -286,9 +256,7 @@ class FlatParamHandle:
             for region in layout.trainable:
                 region.gradient.keeps_empty = True
         self.form = form
-        """The current full form: buffers and leaves of the precision in use."""
-        self.other_form: FullForm | None = None
-        """The full form that is not current, or ``None`` until its first use."""
+        """The full buffers and leaves; replaced if the leaves must be new ones."""
         self.phase = Phase.IDLE
         """The state of the unit in the step (``phases``)."""
         self.residency = Residency.SHARDED

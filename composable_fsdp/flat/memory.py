@@ -7,9 +7,9 @@ tensor, the caller must make the views unreachable.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,67 +109,28 @@ def is_at(leaf: torch.Tensor, home: torch.Tensor) -> bool:
     )
 
 
-class FullMemory(Protocol):
-    """Memory for full parameters that units use in turn (``features.arena``)."""
-
-    def take(self, handle: Any) -> None:
-        """Lay the full parameters into the memory, for an all-gather to fill."""
-        ...
-
-    def give_back(self) -> None:
-        """End the use by the unit that took the memory last."""
-        ...
-
-    def leave(self) -> None:
-        """Leave the memory to a collective that may still write there."""
-        ...
-
-    def is_vacant(self, handle: Any) -> bool:
-        """Return whether no other unit has its full parameters there."""
-        ...
-
-    def make_way(self, context: Any, handle: Any) -> None:
-        """Make room for ``handle``; raise PhaseError if another unit is in use."""
-        ...
-
-    def take_reductions(self, handle: Any) -> bool:
-        """Lay the reduce buffers into the memory; False if gradients wait there."""
-        ...
-
-    def leave_reductions(self, handle: Any) -> None:
-        """Leave the memory to a reduction that may still write there."""
-        ...
-
-
-class GatherSource(Protocol):
+class GatherSource:
     """What an all-gather reads in place of the shards (``flat.gather_sources``)."""
 
-    @property
-    def at_rest(self) -> bool:
-        """Whether ``kept`` has values from step to step."""
-        ...
-
-    @property
-    def kept(self) -> Sequence[Tensor]:
-        """Buffers that may have memory while the full buffers have none."""
-        ...
+    __slots__ = ()
+    at_rest = False
+    """Whether ``kept`` has values from step to step."""
+    kept: Any = ()
+    """Buffers (a list) that may have memory while the full buffers have none."""
 
     def fill(self, context: Any, handle: Any) -> tuple[list[Tensor], GroupRef | None]:
         """Return the inputs of the all-gather, filled, and the group it is over."""
-        ...
+        raise NotImplementedError
 
     def landing(self, handle: Any, work: Waitable | None) -> Waitable | None:
         """Return what to wait for instead of ``work``, the all-gather."""
-        ...
+        return work
 
     def leave(self, handle: Any) -> None:
         """Give other memory to what an all-gather that has raised may still use."""
-        ...
 
     def before_free(self, handle: Any) -> None:
         """Keep what is to stay of the full buffers, which are about to be freed."""
-        ...
 
     def drop(self) -> None:
         """Free ``kept``, whose values must not be used any more."""
-        ...

@@ -9,7 +9,7 @@ While the unit is sharded, each part has a forward pre-hook that refuses the cal
 step pays for a table entry per part and for no call, and inside the unit's forward
 torch sees no hook that would keep ``nn.TransformerEncoderLayer`` from its fast path::
 
-    use_sharded    hooks[REFUSE] = refuse_part      for hooks in handle.guards.tables
+    use_sharded    hooks[REFUSE] = refuse_part      for hooks in handle.guards
     use_full       del hooks[REFUSE]
 """
 
@@ -26,7 +26,7 @@ from torch import nn
 
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.handle import FlatParamHandle, PartGuards
+from composable_fsdp.flat.handle import FlatParamHandle, Guards
 from composable_fsdp.flat.param_form import NO_FORMS, Forms
 from composable_fsdp.flat.param_ref import find_param, place_path
 from composable_fsdp.naming import join_name, quoted
@@ -43,10 +43,10 @@ def find_guards(
     modules: Sequence[nn.Module],
     *,
     forms: Forms = NO_FORMS,
-) -> PartGuards:
+) -> Guards:
     """Return the tables of pre-hooks of a unit's parts, without refusals."""
     if groups.world_size == 1 and not forms:
-        return PartGuards(())
+        return ()
     parts = dict(zip(map(id, owners), owners, strict=True))
     without = {key for key, owner in parts.items() if not has_forward(owner)}
     if without:
@@ -57,7 +57,7 @@ def find_guards(
         parts.pop(id(module), None)
     # Torch annotates the tables as dicts, and creates each as an OrderedDict.
     tables: list[Any] = [part._forward_pre_hooks for part in parts.values()]
-    return PartGuards(tuple(tables))
+    return tuple(tables)
 
 
 def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
@@ -80,20 +80,11 @@ def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
 
 def refuse_part_calls(handle: FlatParamHandle) -> None:
     """Install the refusal on the unit's parts; for the sharded state."""
-    tables = handle.guards.tables
+    tables = handle.guards
     deque(map(setitem, tables, repeat(REFUSE), repeat(refuse_part)), 0)
     # Before pre-hooks of the user, which may compute with parameters
     # (``torch.nn.utils.weight_norm`` does).
     deque(map(OrderedDict.move_to_end, tables, repeat(REFUSE), repeat(False)), 0)
-    handle.guards.open = False
-
-
-def allow_part_calls(handle: FlatParamHandle) -> None:
-    """Remove the refusal from the unit's parts, for a forward."""
-    # A user may have cleared the hooks of a module.
-    tables = handle.guards.tables
-    deque(map(OrderedDict.pop, tables, repeat(REFUSE), repeat(None)), 0)
-    handle.guards.open = True
 
 
 def refuse_removals(handle: FlatParamHandle) -> None:

@@ -42,7 +42,7 @@ class WireBuffer:
 
 
 class FullBuffer(NamedTuple):
-    """The full values of a region in a precision. Replaced as a whole."""
+    """The full values of a region in the compute dtype. Replaced as a whole."""
 
     buffer: Tensor
     """``(padded_numel,)``: the shards of all ranks, in rank order."""
@@ -161,7 +161,6 @@ class FlatParameter:
         """Whether ``shard`` and the flat gradient are in host memory."""
         self.shard = shard
         self.full = full
-        """The full values in the current precision (``flat.build.switch_form``)."""
         self.leaves = leaves
         """The sharded leaves: the original parameters, in memory order."""
         unshown = bytes(len(leaves))
@@ -173,7 +172,7 @@ class FlatParameter:
         """The leaves, and ``flat`` if set: ``.grad`` may show the flat gradient."""
         self.show = show
         """Gives reduced gradients to the leaves (``gradients.show_on_leaves``) or to
-        ``flat`` (``user_hooks.show_on_flat``)."""
+        ``flat`` (``gradients.show_on_flat``)."""
         self.host_copies: list[tuple[Tensor | None, bytes, bool]] = []
         """Offloaded units only: sums that are being copied to the host (None: into the
         flat gradient); per parameter, 1 if it shows them; and whether they are new."""

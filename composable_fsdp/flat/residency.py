@@ -17,14 +17,13 @@ from __future__ import annotations
 import re
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from itertools import repeat
 from math import prod
 from operator import attrgetter, eq, is_, setitem
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat import memory
@@ -81,22 +80,18 @@ def allocate_full(handle: FlatParamHandle) -> None:
 def use_full(handle: FlatParamHandle) -> None:
     """Register the full leaves in the modules. The data of the leaves must be there.
 
-    Raises: CompositionError, if such a tensor does not have the shape of the full
-    parameter.
+    Raises: CompositionError, as ``refuse_foreign``.
     """
     if UNSHARDED not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, UNSHARDED)
     layout = handle.layout
     tables, keys = layout.tables, layout.keys
     # Loops in C (``deque`` of no length drains an iterator): a step has four of them.
-    if all(map(is_, map(dict.get, tables, keys), layout.sharded_placed)):
-        deque(map(setitem, tables, keys, handle.form.placed), 0)
-    else:
-        save_functional_params(handle, over_full=False)
+    if not all(map(is_, map(dict.get, tables, keys), layout.sharded_placed)):
+        refuse_foreign(handle)  # an earlier use may have left a full leaf
+    deque(map(setitem, tables, keys, handle.form.placed), 0)
     # Parts may be called, until ``use_sharded``. A user may have cleared their hooks.
-    guards = handle.guards
-    deque(map(OrderedDict.pop, guards.tables, repeat(REFUSE), repeat(None)), 0)
-    guards.open = True
+    deque(map(OrderedDict.pop, handle.guards, repeat(REFUSE), repeat(None)), 0)
     handle.residency = UNSHARDED
 
 
@@ -104,34 +99,17 @@ def use_sharded(handle: FlatParamHandle) -> None:
     """Register the sharded leaves, the original parameters."""
     layout = handle.layout
     deque(map(setitem, layout.tables, layout.keys, layout.sharded_placed), 0)
-    # After the loop, which has overwritten the foreign tensors.
-    if handle.running.foreign:
-        restore_functional_params(handle)
-    # As ``refuse_part_calls``, inlined to save a function call per step.
-    if handle.guards.open:
-        tables = handle.guards.tables
-        deque(map(setitem, tables, repeat(REFUSE), repeat(refuse_part)), 0)
-        deque(map(OrderedDict.move_to_end, tables, repeat(REFUSE), repeat(False)), 0)
-        handle.guards.open = False
     # A unit that shows its sharded leaves already keeps its state.
     if handle.residency is UNSHARDED:
         handle.residency = HIDDEN
     elif handle.residency is COPIES_SHOWN:
         handle.residency = SHARDED
-
-
-def end_functional_call(handle: FlatParamHandle) -> bool:
-    """Show what torch expects where ``functional_call`` ends; return if that is full.
-
-    Torch puts back what was there before: full leaves, if the unit was full.
-    """
-    if handle.running.calls:
-        return False
-    if handle.running.over_full:
-        restore_functional_params(handle)
-        return True
-    use_sharded(handle)
-    return False
+    else:
+        return
+    # As ``refuse_part_calls``, inlined to save a function call per step.
+    tables = handle.guards
+    deque(map(setitem, tables, repeat(REFUSE), repeat(refuse_part)), 0)
+    deque(map(OrderedDict.move_to_end, tables, repeat(REFUSE), repeat(False)), 0)
 
 
 def free_full(handle: FlatParamHandle) -> None:
@@ -289,80 +267,31 @@ def shards_are_unchanged(handle: FlatParamHandle) -> bool:
     )
 
 
-# ---- tensors of ``torch.func.functional_call`` --------------------------------
-#
-# The unit computes with them; only the other places show its full leaves. Nothing of
-# this package runs when torch registers the previous tensors again: if these are full
-# leaves, the unit stays full.
-
-
-def save_functional_params(handle: FlatParamHandle, *, over_full: bool) -> None:
-    """Show full leaves at all places, except where a foreign tensor is registered.
-
-    Raises: CompositionError, if a foreign tensor does not have the shape of the full
-    parameter. The modules are then unchanged.
-    """
-    foreign = {}
+def foreign_place(handle: FlatParamHandle) -> int | None:
+    """Return the first place that shows a tensor which is not the unit's own."""
     for at, (table, key, sharded, full) in enumerate(handle.swaps):
         found = table.get(key)
-        if found is sharded or found is full:
-            continue
-        if isinstance(found, Tensor) and found.shape != full.shape:
-            name = quoted(place_path(handle, at))
-            raise CompositionError(
-                f"Unit {handle.name} was called with another tensor in the place of "
-                f"parameter {name} (torch.func.functional_call does so): expected the "
-                f"full shape {tuple(full.shape)}, got {tuple(found.shape)}. Pass "
-                "whole parameters, as unshard_params(module) shows them, and not "
-                "what is made of this rank's shards."
-            )
-        foreign[at] = found
-    for at, (table, key, _, full) in enumerate(handle.swaps):
-        if at not in foreign:
-            table[key] = full
-    handle.running.foreign, handle.running.over_full = foreign, over_full
+        if found is not sharded and found is not full:
+            return at
+    return None
 
 
-def restore_functional_params(handle: FlatParamHandle) -> None:
-    """Register the foreign tensors again, and forget them."""
-    # When ``functional_call`` ends, torch copies the tensors that the modules show into
-    # the caller's dict, so the modules must not show this rank's shards.
-    for at, found in handle.running.foreign.items():
-        handle.layout.tables[at][handle.layout.keys[at]] = found
-    handle.running.foreign = {}
+def refuse_foreign(handle: FlatParamHandle) -> None:
+    """Refuse tensors of ``torch.func.functional_call`` in the place of parameters.
 
-
-@contextmanager
-def functional_params_aside(handle: FlatParamHandle) -> Iterator[None]:
-    """Register the unit's own leaves while the block runs."""
-    # ``functional_call`` of the outermost module has registered its tensors already. A
-    # sharded unit takes no ``nn.Parameter`` for one: it may be a replacement.
-    own = handle.form.placed if handle.is_full else handle.layout.sharded_placed
-    aside = []
-    for (table, key, sharded, full), leaf in zip(handle.swaps, own, strict=True):
-        found = table.get(key)
-        if found is sharded or found is full or not isinstance(found, Tensor):
-            continue
-        if handle.is_full or not isinstance(found, nn.Parameter):
-            aside.append((table, key, found))
-            table[key] = leaf
-    try:
-        yield
-    finally:
-        for table, key, found in aside:
-            table[key] = found
-
-
-def will_be_full(handle: FlatParamHandle) -> bool:
-    """Return whether ``functional_call`` runs and will register full leaves again."""
-    running, layout = handle.running, handle.layout
-    shown = [table.get(key) for table, key, *_ in handle.swaps]
-    if any(shown[at] is not found for at, found in running.foreign.items()):
-        running.foreign = {}
-    own = {*map(id, layout.sharded_placed), *map(id, handle.form.placed), id(None)}
-    if not handle.is_full or own.issuperset(map(id, shown)):
-        return False
-    return running.over_full or not running.foreign
+    Raises: CompositionError.
+    """
+    # Torch puts back what was there before, of a full unit the full leaves, when
+    # nothing of this package runs: the unit could not be resharded.
+    at = foreign_place(handle)
+    if at is not None:
+        raise CompositionError(
+            f"Unit {handle.name} was called with another tensor in the place of "
+            f"parameter {quoted(place_path(handle, at))}, as "
+            "torch.func.functional_call puts there. A unit computes with its own "
+            "parameters: call functional_call on a module that is no fully sharded "
+            "module, or write the values with set_full_param."
+        )
 
 
 # ---- writes to shards ----------------------------------------------------------

@@ -208,7 +208,7 @@ def _hide_old_values(met: _KnownOptimizer) -> None:
     """Show sharded parameters where a step has made full ones old."""
     for handle in met.units():
         # A unit in forward or backward reads the full parameters.
-        if handle.backward.task != NO_TASK or handle.running.calls:
+        if handle.backward.task != NO_TASK or handle.calls:
             continue
         if handle.residency is residency.UNSHARDED:
             residency.use_sharded(handle)

@@ -256,7 +256,7 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     handle, context = state.handle, state.context
     assert context is not None
     if handle.form is not call.form:
-        order.restore_form(state, call.form)
+        raise earlier_forward(f"unit {state.name}")
     if handle.backward.task != task:
         begin_unit_backward(context, state, task)
     mode = handle.layout.plan.options.backward_prefetch
@@ -301,7 +301,7 @@ def pre_next_backward(call: UnitForward, _: object = None) -> None:
     handle, context = state.handle, state.context
     assert context is not None
     if handle.form is not call.form:
-        call.order.restore_form(state, call.form)
+        raise earlier_forward(f"unit {state.name}")
     if handle.backward.task != task:
         begin_unit_backward(context, state, task)
     # The last node of the second backward is not known, so no hook counts down; the end
@@ -456,7 +456,7 @@ def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
     """Reshard the unit after backward, or keep the unit full if so configured."""
     context = state.context
     assert context is not None
-    if handle.running.calls:
+    if handle.calls:
         return
     handle.phase = BACKWARD_POST
     if OPEN:

@@ -24,14 +24,13 @@ from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.residency import (
     NOT_GATHERED,
     UNSHARDED,
-    save_functional_params,
+    foreign_place,
     version_of,
 )
 from composable_fsdp.phases import BACKWARD_PRE, FORWARD, IDLE
 from composable_fsdp.runtime.backward import Arguments, UnitForward, hook_outputs
 from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.offload import synchronize_copy_stream
-from composable_fsdp.runtime.precision import select_forward_form
 from composable_fsdp.runtime.recover import (
     begin_iteration,
     end_iteration,
@@ -177,13 +176,10 @@ def pre_forward(
                 log.depart(handle, mode_of(context, handle))
     else:
         require_outside_block(context, state)
-    if state.precision is not None:
-        select_forward_form(context, state, module)
     if handle.residency in NOT_GATHERED:
         unshard(context, handle)
-    elif handle.residency is UNSHARDED and not (recomputing or handle.running.calls):
-        # ``use_full`` will not run, so record tensors of ``functional_call`` here.
-        save_functional_params(handle, over_full=True)
+    elif handle.residency is UNSHARDED and not (recomputing or handle.calls):
+        residency.refuse_foreign(handle)  # ``use_full`` will not run
     if state.settings.prefetches_forward and not recomputing:
         prefetch_forward(context, state)
     call = _begin_call(state, module, passage, recomputing=recomputing)
@@ -228,7 +224,7 @@ def _begin_call(
         call = UnitForward(
             state, module, order, passage, has_graph, order.count, handle.form
         )
-    handle.running.calls.append(call)
+    handle.calls.append(call)
     return call
 
 
@@ -240,7 +236,7 @@ def post_forward(
     Also runs if the forward raised (``always_call=True``), with ``output`` None.
     """
     context, handle = state.context, state.handle
-    running, calls = handle.running, handle.running.calls
+    calls = handle.calls
     recomputing = current_task() != NO_TASK
     if OPEN:
         end_range("forward", context, handle.full_fqn)
@@ -254,29 +250,25 @@ def post_forward(
         _after_raise(state)
         raise
     calls.pop()
-    # ``functional_call`` removes its tensors after the call, so put them back first.
-    stays_full = residency.end_functional_call(handle) if running.foreign else False
     awaited = call.has_graph and hook_outputs(call, tensors, adds=not recomputing)
     if recomputing:
         return output
-    if state.remaining and not stays_full:
+    if state.remaining:
         state.remaining -= {id(module)}
     if context.entered is state and not calls:
         _end_outermost(context, awaited=awaited)
     # An outer call or another module may need the parameters.
     if not calls and not state.remaining:
-        end_unit_forward(context, state, awaited=awaited, stays_full=stays_full)
+        end_unit_forward(context, state, awaited=awaited)
     return output
 
 
 def end_unit_forward(
-    context: RuntimeContext, state: _FSDPState, *, awaited: bool, stays_full: bool
+    context: RuntimeContext, state: _FSDPState, *, awaited: bool
 ) -> None:
-    """Reshard the unit, unless its backward or ``functional_call`` needs it full."""
+    """Reshard the unit, unless its backward needs it full."""
     handle = state.handle
     handle.phase = BACKWARD_PRE if awaited else IDLE
-    if stays_full:
-        return
     if state.settings.reshard_after_forward or not awaited:
         reshard(context, handle)
     elif handle.residency is UNSHARDED:
@@ -300,7 +292,7 @@ def _end_outermost(context: RuntimeContext, *, awaited: bool) -> None:
             unit.remaining = frozenset()
             # Some of its modules did not run, or ran again after the reshard.
             awaited = unit.handle in context.order.graphs
-            end_unit_forward(context, unit, awaited=awaited, stays_full=False)
+            end_unit_forward(context, unit, awaited=awaited)
 
 
 def _raised(recomputing: bool) -> bool:
@@ -331,7 +323,7 @@ def _after_raise(state: _FSDPState) -> None:
     assert context is not None
     if runs_elsewhere(context):
         return  # this call was refused before it began
-    running, calls = handle.running, handle.running.calls
+    calls = handle.calls
     if calls:
         call = calls[-1]
         PASSAGES["full"].after_raise(state, call)
@@ -344,5 +336,6 @@ def _after_raise(state: _FSDPState) -> None:
         awaited = handle in context.order.graphs
         handle.phase = BACKWARD_PRE if awaited else IDLE
         state.remaining = frozenset()
-        if not (running.foreign and residency.end_functional_call(handle)):
+        # A call that ``refuse_foreign`` refused leaves a full unit as it is.
+        if handle.residency is not UNSHARDED or foreign_place(handle) is None:
             reshard(context, handle)

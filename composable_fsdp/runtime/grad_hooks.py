@@ -93,13 +93,10 @@ def make_nodes(handle: FlatParamHandle) -> None:
 def _note_streams(handle: FlatParamHandle) -> None:
     """Note the streams of the unit's AccumulateGrad nodes; new ones get the current."""
     current = device.current_stream(handle.layout.device)
-    forms = [each for each in (handle.form, handle.other_form) if each is not None]
     # The node itself keeps its stream: a graph that is still alive, or an earlier
     # layout, brings nodes back that were made on another stream than the last ones.
     streams = [
-        node.metadata.setdefault(_STREAM, current)
-        for form in forms
-        for node in form.accumulators
+        node.metadata.setdefault(_STREAM, current) for node in handle.form.accumulators
     ]
     # Equal streams are few, and a stream need not be hashable.
     found: list[torch.cuda.Stream] = []

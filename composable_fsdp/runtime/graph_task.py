@@ -243,13 +243,13 @@ def _show_sharded(context: RuntimeContext, task: int) -> None:
     # another graph task has taken up since are therefore skipped.
     for state in context.tasks[task]:
         handle = state.handle
-        if handle.backward.task == task and handle.is_full and not handle.running.calls:
+        if handle.backward.task == task and handle.is_full and not handle.calls:
             residency.use_sharded(handle)
     if context.entered is None and context.tasks.keys() <= context.dead:
         for handle in context.handles:
             # The dead backward has not reached this unit, which was prefetched or
             # unsharded by the user.
-            if handle.is_full and not handle.running.calls:
+            if handle.is_full and not handle.calls:
                 residency.use_sharded(handle)
 
 
@@ -328,7 +328,7 @@ def _finish_reached_units(
             and state.settings.sync_gradients
         ):
             late.append(handle)
-        if handle.running.calls:
+        if handle.calls:
             # This backward ran inside a forward of the unit, which still reads the
             # parameters.
             handle.phase = Phase.FORWARD

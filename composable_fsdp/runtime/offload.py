@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm.device import copy_async
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.gradients import are_cleared, new_shard
+from composable_fsdp.flat.gradients import are_cleared, call_post_hooks, new_shard
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
-from composable_fsdp.flat.user_hooks import call_post_hooks
 from composable_fsdp.tree.state import RuntimeContext
 
 

@@ -19,19 +19,16 @@ from composable_fsdp.comm.ranges import end_all_ranges
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.gradients import free_cleared
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, FullForm
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.residency import (
     COPIES_SHOWN,
     SHARDED,
     UNSHARDED,
-    functional_params_aside,
-    restore_functional_params,
     shards_are_unchanged,
-    will_be_full,
 )
 from composable_fsdp.runtime import graph_task, offload, reduce, threads, unshard
 from composable_fsdp.runtime.grad_hooks import make_nodes_on_current_stream
-from composable_fsdp.runtime.precision import cast_buffers, select_form
+from composable_fsdp.runtime.precision import cast_buffers
 from composable_fsdp.tree import moments
 from composable_fsdp.tree.changed_settings import changed_flags
 from composable_fsdp.tree.initial_weights import ALL_RANKS
@@ -55,10 +52,6 @@ class GradientOrder(StepOrder):
 
     reduce = staticmethod(reduce.reduce_gradients)
     prefetch = staticmethod(unshard.prefetch_backward)
-
-    def restore_form(self, state: _FSDPState, form: FullForm) -> None:
-        """Make ``form`` current, as ``select_form``."""
-        select_form(state, form)
 
     def recomputed(self: StepOrder) -> StepOrder:
         """Return an order of its own: its backward may be another graph task."""
@@ -129,8 +122,8 @@ def _discard_old_full_params(context: RuntimeContext) -> None:
         # Free ``gradient.shard`` if ``zero_grad`` has cleared ``.grad``.
         free_cleared(handle)
         if handle.residency is UNSHARDED:  # by hand
-            with functional_params_aside(handle):
-                _keep_or_discard(context, handle)
+            residency.refuse_foreign(handle)
+            _keep_or_discard(context, handle)
         elif handle.residency is not SHARDED or handle.kept_for_forward:
             _keep_or_discard(context, handle)
 
@@ -141,13 +134,12 @@ def _follow_changes(context: RuntimeContext, root: _RootFSDPState) -> None:
     for unit in root._root_states:
         handle = unit.handle
         if not handle.kept_for_forward and not shards_are_unchanged(handle):
-            with functional_params_aside(handle):
-                moments.changes.adopt(unit)
-                # A forward without a graph keeps the regions, because a graph of an
-                # earlier forward may hold them: with adapters, the reference forward
-                # of DPO comes between a forward and its backward, and freezes them.
-                if torch.is_grad_enabled():
-                    froze |= moments.changes.follow_flags(unit)
+            moments.changes.adopt(unit)
+            # A forward without a graph keeps the regions, because a graph of an earlier
+            # forward may hold them: with adapters, the reference forward of DPO comes
+            # between a forward and its backward, and freezes them.
+            if torch.is_grad_enabled():
+                froze |= moments.changes.follow_flags(unit)
     if froze or (moments.CHANGED and context in moments.CHANGED):
         # Once after all units, because the flags of every unit are read.
         later = [flags(root._root_states) for flags in moments.CHANGED_FLAGS]
@@ -258,15 +250,12 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
         except RuntimeError as error:
             failed = error
     for handle in context.handles:
-        for call in handle.running.calls:
+        for call in handle.calls:
             call.forget_inputs()
-        handle.running.calls.clear()
+        handle.calls.clear()
         graph_task.reset_backward(handle)
         if drop_gradients:
             reduce.drop_unreduced_grads(context, handle)
-        if will_be_full(handle):
-            restore_functional_params(handle)
-            continue
         try:
             unshard.end_use(context, handle, reshards=True, kept=False)
         except RuntimeError as error:  # of a prefetched all-gather

@@ -38,6 +38,8 @@ from composable_fsdp.flat.gradients import (
     allocate_reduce,
     are_cleared,
     arrived_flags,
+    call_post_hooks,
+    call_tensor_hooks,
     clear_arrived,
     free_reduce,
     leave_reduce,
@@ -47,7 +49,6 @@ from composable_fsdp.flat.gradients import (
 )
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import tensor_hooks_of
-from composable_fsdp.flat.user_hooks import call_post_hooks, call_tensor_hooks
 from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
 from composable_fsdp.runtime.partial_sums import (
     add_partial_sums,

@@ -215,7 +215,7 @@ def _keep(ref: ParamRef, value: Tensor, *, assign: bool) -> None:
         part = ref.part_of(value)
     if not leaf.is_meta:
         # A user may hold the old memory. All ranks adopt the change at the next use,
-        # also ranks with an empty part (``features.changes.user_memory``).
+        # also ranks with an empty part (``features.changes.adopt``).
         if assign or part.dtype != leaf.dtype:
             leaf.data = torch.empty_like(leaf, dtype=part.dtype).copy_(part)
             torch.autograd.graph.increment_version(leaf)

@@ -115,13 +115,11 @@ def _options(found: Any) -> list[str]:
 def _further(found: Any) -> Iterator[str]:
     """Yield sentences on an arena, states on the host, and units frozen in part."""
     step = found.plan.step_memory()
-    full, reduce = step.kept
-    count = counted(sum(len(slot.units) for slot in step.slots), "unit")
-    reductions = f", {size_text(reduce)} for reductions" if reduce else ""
-    if full + reduce:
+    if step.kept:
+        count = counted(sum(len(slot.units) for slot in step.slots), "unit")
         yield (
-            f"arena: {counted(len(step.slots), 'slot')} of {size_text(full)} in all "
-            f"for the full parameters of {count}{reductions}, between steps, too"
+            f"arena: {counted(len(step.slots), 'slot')} of {size_text(step.kept)} in "
+            f"all for the full parameters of {count}, between steps, too"
         )
     units = [unit for unit in found.plan.units if unit.has_host_states]
     if units:

@@ -400,9 +400,8 @@ class Forecast:
         end = held._replace(
             gradients=sum(unit.gradient_bytes for unit in units),
             optimizer=states + optimizer.buffer_bytes(units),
-            full=step.kept[0]
+            full=step.kept
             + sum(unit.full_bytes for unit in self.plan.units if unit.stays_full),
-            reduce=step.kept[1],
             temporaries=sum(map(optimizer.temporary_bytes, units)),
             when="optimizer step",
         )

@@ -50,13 +50,11 @@ class StepMemory(NamedTuple):
 
     moments: tuple[StepMoment, ...]
     slots: tuple[Slot, ...] = ()
-    reduce_slots: tuple[tuple[Arena, int], ...] = ()
 
     @property
-    def kept(self) -> tuple[int, int]:
-        """Bytes of all slots, which stay between steps: full parameters, reductions."""
-        reductions = sum(nbytes for _, nbytes in self.reduce_slots)
-        return sum(slot.nbytes for slot in self.slots), reductions
+    def kept(self) -> int:
+        """Bytes of all slots, which stay between steps."""
+        return sum(slot.nbytes for slot in self.slots)
 
 
 _NO_SLOTS, _NOTHING = StepMemory(()), Memory()
@@ -76,9 +74,8 @@ def memory_of_step(
     learning = _Step(units, held, streams=streams)
     _walk(learning)
     arenas = [unit.arena for unit in units]
-    slots = assign_slots([unit.slots[0] for unit in units], arenas, learning.together)
-    reductions = reduce_slots([unit.slots[1] for unit in units], arenas)
-    found = StepMemory((), slots, reductions)
+    slots = assign_slots([unit.slot for unit in units], arenas, learning.together)
+    found = StepMemory((), slots)
     return _walk(_Step(units, held, streams=streams, kept=found))
 
 
@@ -156,11 +153,10 @@ class _Step:
         self.units, self.streams, self.kept = units, streams, kept
         # Bytes by field of ``Memory``, and by what a unit has allocated.
         self.total = Counter(held.by_kind())
-        self.total.update(full=kept.kept[0], reduce=kept.kept[1])
+        self.total.update(full=kept.kept)
         self.live: dict[tuple[str, str, int], int] = {}
         # A unit in a slot allocates nothing.
         self.in_slots = {index for slot in kept.slots for index in slot.units}
-        self.arenas = {arena for arena, _ in kept.reduce_slots}
         # Pairs of units that are full at the same time.
         self.together: set[tuple[int, int]] = set()
         # Units with memory for full parameters. ``retiring`` holds the resharded units
@@ -319,8 +315,7 @@ class _Step:
             if ahead is None:
                 self._finish_reduction()
             # The gradients move into the reduce buffers, before an all-gather.
-            size = 0 if unit.arena in self.arenas else unit.buffers
-            self.take("reduce", "buffers", index, size)
+            self.take("reduce", "buffers", index, unit.buffers)
             self.tell(REDUCE, index, when="reduction", gradients=unit.gradients)
         if ahead is not None:
             self.unshard(ahead, ahead=True)
@@ -360,19 +355,6 @@ class _Step:
             self._finish_reduction()
         elif self.reducing is not None:
             self.give("reduce", "buffers", self.reducing)
-
-
-def reduce_slots(
-    sizes: Sequence[int], arenas: Sequence[Arena | None]
-) -> tuple[tuple[Arena, int], ...]:
-    """Return the bytes of the slot for reductions of each arena that keeps one."""
-    found: dict[Arena, int] = {}
-    # The largest: one reduction is in flight, and gradients of other units that wait
-    # (``no_sync``) lie elsewhere.
-    for nbytes, arena in zip(sizes, arenas, strict=True):
-        if arena is not None and arena.reduce and nbytes:
-            found[arena] = max(nbytes, found.get(arena, 0))
-    return tuple(found.items())
 
 
 def assign_slots(

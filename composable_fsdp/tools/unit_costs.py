@@ -95,9 +95,8 @@ class UnitMemory:
         # Resharded units whose memory may wait for the GPU.
         limited = options.limit_all_gathers
         self.retiring_limit = RETIRING_LIMIT if limited else RETIRING_UNLIMITED
-        # Bytes of slots of an arena for full parameters and for reductions.
-        sizes = [r.padded_numel * d.reduce.itemsize for r, d in unit.reduced]
-        self.slots = slot_bytes(unit.full_regions), slot_bytes(sizes)
+        # Bytes of the slot of an arena.
+        self.slot = slot_bytes(unit.full_regions)
 
 
 def gathered_bytes(unit: UnitPlan) -> int:

@@ -18,25 +18,9 @@ from composable_fsdp.naming import listed, quoted
 from composable_fsdp.tree.moments import CHANGED
 from composable_fsdp.tree.state import _FSDPState
 
-COMPARED_LATER = (
-    "reshard_after_forward",
-    "reshard_after_backward",
-    "forward_prefetch",
-    "units to prefetch in forward",
-    "units to prefetch in backward",
-    "gradient divide factor",
-    "all-reduce of gradients over replicas",
-    "reduction of unused parameters",
-    "communication hook",
-    "state of the communication hook",
-    "all-reduce hook",
-    "sums without averaging",
-    "separate group of reduce-scatters",
-)
-"""What ``setting_values`` returns, by the names that errors tell."""
 _NO_NAMES: Mapping[int, str] = {}
 
-_before: WeakKeyDictionary[_FSDPState, tuple[object, ...]] = WeakKeyDictionary()
+_before: WeakKeyDictionary[_FSDPState, dict[str, object]] = WeakKeyDictionary()
 """The settings of each unit before the first change."""
 
 
@@ -55,10 +39,8 @@ def changed_settings(states: Iterable[_FSDPState]) -> Iterator[tuple[str, bool |
     for state in states:
         if (before := _before.get(state)) is None:
             continue
-        for name, then, now in zip(
-            COMPARED_LATER, before, setting_values(state), strict=True
-        ):
-            if then != now:
+        for name, now in setting_values(state).items():
+            if before[name] != now:
                 text = f"{name}={now} of {quoted(state.fqn)}"
                 yield text, None
 
@@ -82,33 +64,38 @@ def changed_flags(handle: FlatParamHandle) -> Iterator[tuple[str, bool | None]]:
 
 def setting_values(
     state: _FSDPState, names: Mapping[int, str] = _NO_NAMES
-) -> tuple[object, ...]:
-    """Return the values of ``COMPARED_LATER`` of a unit; ``names`` by state."""
+) -> dict[str, object]:
+    """Return the compared settings of a unit, by the names that errors tell.
+
+    ``names``: of the units, by state.
+    """
     settings, rule = state.settings, state.handle.rule
     reshards = settings.reshard_after_forward
     if reshards is None:  # as lazy initialization will choose
         reshards = state.parent is not None
-    return (
-        reshards,
-        settings.reshard_after_backward,
-        settings.prefetches_forward,
-        _names(state.ahead_in_forward, names),
-        _names(state.ahead_in_backward, names),
-        rule.factor,
+    return {
+        "reshard_after_forward": reshards,
+        "reshard_after_backward": settings.reshard_after_backward,
+        "forward_prefetch": settings.prefetches_forward,
+        "units to prefetch in forward": _names(state.ahead_in_forward, names),
+        "units to prefetch in backward": _names(state.ahead_in_backward, names),
+        "gradient divide factor": rule.factor,
         # Without sums over ranks the setting has no effect.
-        rule.all_reduce or state.handle.groups.sum_ref is None,
-        rule.fill,
-        # Nearly no unit has these: no call for None, in the first step of every unit.
-        None if rule.hook is None else _name(rule.hook),
-        None if rule.hook_state is None else _hook_state(rule.hook_state),
-        None if rule.after_sum is None else _name(rule.after_sum),
-        rule.force_sum,
-        rule.group is not None,
-    )
+        "all-reduce of gradients over replicas": rule.all_reduce
+        or state.handle.groups.sum_ref is None,
+        "reduction of unused parameters": rule.fill,
+        "communication hook": _name(rule.hook),
+        "state of the communication hook": _hook_state(rule.hook_state),
+        "all-reduce hook": _name(rule.after_sum),
+        "sums without averaging": rule.force_sum,
+        "separate group of reduce-scatters": rule.group is not None,
+    }
 
 
-def _name(function: object) -> str:
-    """Return the name of a function or of its class."""
+def _name(function: object) -> str | None:
+    """Return the name of a function or of its class; None for None."""
+    if function is None:
+        return None
     # Names and not the functions, which are other objects on each rank.
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
@@ -121,8 +108,10 @@ _HOOK_FACTORS = (
 """Attributes of the states of this package's hooks, and of torch's."""
 
 
-def _hook_state(state: object) -> str:
+def _hook_state(state: object) -> str | None:
     """Return the class of a hook's state, and the factors by which a hook divides."""
+    if state is None:
+        return None
     # No other attributes: a state of the user may hold the rank.
     known = {n: getattr(state, n) for n in _HOOK_FACTORS if hasattr(state, n)}
     return f"{type(state).__qualname__}({named_values(known)})"

@@ -58,21 +58,10 @@ CHANGED: WeakSet[Any] = WeakSet()
 """Contexts with a setting that was changed since the last forward began."""
 
 
-class Changes(Protocol):
-    """Takes up what the user changes of parameters between steps."""
-
-    def adopt(self, state: Any, *, values_required: bool = True) -> None:
-        """Make the shards of the sharded unit hold what the modules show."""
-
-    def follow_flags(self, state: Any) -> bool:
-        """Give the unit regions as its parameters are frozen; return if any changed."""
-
-    def is_in_shards(self, handle: Any) -> bool:
-        """Return whether the leaves lie in the shards; if not, they do afterwards."""
-
-
 # Set by ``features.defaults``.
-changes: Changes
+changes: Any
+"""What takes up changes that a user made between steps (``features.changes.adopt``):
+``adopt``, ``follow_flags`` and ``is_in_shards``."""
 copy_state: Callable[[Any, dict[int, Any]], Any]
 """Returns the state of a copied unit, for ``copy.deepcopy``: the state, the memo."""
 reduce_by_hook: Callable[[Any], None]

@@ -78,7 +78,7 @@ def _initialise(top: _FSDPState) -> None:
     states = [state for _, _, state in found]
     set_param_paths(top.module, states)
     root._root_states = tuple(states)
-    context.handles = root._root_handles = tuple([state.handle for state in states])
+    context.handles = tuple([state.handle for state in states])
     # No generators, of which each step is a call for each unit.
     context.marked = MarkedUnits(
         tuple([s for s in states if s.modules[1:]]),
@@ -133,7 +133,7 @@ def forget_root(context: RuntimeContext) -> None:
     root = root_of(context)
     for state in root._root_states:
         state._is_root = state.context = None
-    root._root_states, root._root_handles = (), ()
+    root._root_states = ()
     root.__class__ = _FSDPState  # type: ignore[assignment]  # as it was made
 
 

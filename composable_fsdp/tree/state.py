@@ -21,7 +21,7 @@ from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.errors import NotRootError, PhaseError
-from composable_fsdp.flat.handle import FlatParamHandle, FullForm
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.use_order import UseOrder
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
@@ -74,10 +74,6 @@ class StepOrder:
             if self.uses[i] is not unit:
                 return self.uses[i]
         return None
-
-    def restore_form(self, state: _FSDPState, form: FullForm) -> None:
-        """Make ``form``, the unit's full form in this forward, current for backward."""
-        raise NotImplementedError
 
     def reach(
         self, context: RuntimeContext, handle: FlatParamHandle, index: int
@@ -273,7 +269,6 @@ class _FSDPState:
         "__weakref__",
         "_is_root",
         "_parent",
-        "_root_handles",
         "_root_states",
         "ahead_in_backward",
         "ahead_in_forward",
@@ -302,8 +297,6 @@ class _FSDPState:
         """Weak reference to the nearest unit above."""
         self._root_states: tuple[_FSDPState, ...] = ()
         """Cache of all states of the tree; filled on the root only."""
-        self._root_handles: tuple[FlatParamHandle, ...] = ()
-        """Cache of all handles of the tree; filled on the root only."""
         self.context: RuntimeContext | None = None
         """The objects that the tree shares; ``None`` until lazy initialization."""
         # Of a copied unit empty again.
@@ -416,7 +409,8 @@ class _RootFSDPState(_FSDPState):
     @property
     def _all_handles(self) -> tuple[FlatParamHandle, ...]:
         """Handles of all units, in ``.modules()`` order."""
-        return self._root_handles
+        assert self.context is not None
+        return self.context.handles
 
 
 OWNERS: OwnerMap[_FSDPState] = OwnerMap()
@@ -428,9 +422,8 @@ def _get_module_fsdp_state(module: nn.Module) -> _FSDPState | None:
     return OWNERS.get(module)
 
 
-def _get_module_state(module: nn.Module) -> _FSDPState | None:
-    """Return the state of the composable API that manages ``module``."""
-    return OWNERS.get(module)
+_get_module_state = _get_module_fsdp_state
+"""The name for any composable API of torch."""
 
 
 def root_of(context: RuntimeContext) -> _RootFSDPState:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -52,49 +51,23 @@ class Precision:
     """Dtype of floating-point outputs; None leaves outputs unchanged."""
     buffer_dtype: torch.dtype | None
     """Dtype of floating-point buffers; None leaves buffers unchanged."""
-    full_in_eval: bool
-    """Whether evaluation computes in full precision. Inputs are then not cast, not even
-    by a root without parameters or with a single dtype."""
-    wide_in_eval: bool
-    """Whether evaluation in full precision uses other parameters or buffers than
-    training."""
     buffer_dtypes: dict[tuple[int, str], torch.dtype] = field(default_factory=dict)
     """Original dtypes of the buffers that were cast, by the number of the unit's module
     and the FQN from this module."""
 
-    def wide(self, module: nn.Module) -> bool:
-        """Return whether this forward computes in the parameters' own dtype."""
-        return self.wide_in_eval and not module.training
-
-
-FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
-"""Environment variable of FSDP1: "1" means that evaluation computes in the parameters'
-own dtype. Read when a unit is built."""
-
 
 def make_precision(handle: FlatParamHandle, *, is_local_root: bool) -> Precision | None:
     """Return the casts that the unit's options ask for; ``None`` without casts."""
-    options = handle.layout.plan.options
-    mixed = options.mixed_precision
+    mixed = handle.layout.plan.options.mixed_precision
     if mixed is None:
         return None
     # The root casts inputs if either option is set. So does, without a wrapper, the
     # root of each call, as in torch's composable FSDP1: precision is configured there.
     root_inputs = mixed.cast_forward_inputs or mixed.cast_root_forward_inputs
     inputs = root_inputs if is_local_root else mixed.cast_forward_inputs
-    # Read here, when the unit is built, and not in every forward.
-    full_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL) == "1"
-    # Without a second form and without cast buffers, evaluation uses the same tensors
-    # as training.
-    other = mixed.buffer_dtype is not None or any(
-        options.dtypes(r.layout.dtype).compute != r.layout.dtype or r.layout.wire
-        for r in handle.layout.regions
-    )
     return Precision(
         mixed.param_dtype if inputs else None,
         mixed.param_dtype if root_inputs else None,
         mixed.output_dtype,
         mixed.buffer_dtype,
-        full_in_eval=full_in_eval,
-        wide_in_eval=full_in_eval and other,
     )

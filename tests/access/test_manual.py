@@ -354,7 +354,7 @@ def test_a_method_that_calls_forward_gathers_the_root_once(
 def require_sharded(model: nn.Module) -> None:
     handles = _get_fsdp_handles(model)
     assert all(handle.residency is Residency.SHARDED for handle in handles)
-    assert not any(handle.running.calls for handle in handles)
+    assert not any(handle.calls for handle in handles)
 
 
 @on_ranks(2)

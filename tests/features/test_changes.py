@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from composable_fsdp import no_sync
-from composable_fsdp.access import set_is_last_backward
 from tests.faults.blocks import SOON, sharded, steps_of
-from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount, message_of
 from tests.support.short_waits import shorten_waits
 from tests.support.world import World
@@ -53,21 +51,3 @@ def test_what_one_rank_refuses_is_heard_by_all(
         assert took < SOON
         assert words in text, (rank, text)
         assert text.startswith("DesyncError") == (rank != 1), (rank, text)
-
-
-@on_ranks(2)
-def test_a_cast_of_what_is_being_reduced_is_refused_by_name(world: World) -> None:
-    """Until the parameters have the dtype of their gradients again."""
-    model = sharded("FULL_SHARD")
-    set_is_last_backward(model, False)
-    steps_of(model, 1)
-    model.double()
-
-    text = message_of(lambda: model(torch.ones(2, 4).double()))
-
-    assert text.startswith("PlanError: Parameters of unit ")
-    assert "were cast while its gradients are being reduced" in text
-    model.float()
-    set_is_last_backward(model, True)
-    model(torch.ones(2, 4)).sum().backward()
-    assert all(p.grad is not None for p in model.parameters() if p.numel())

@@ -112,7 +112,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[nn.Module], Optimizer]]] = {
     "flat": ({}, lambda m: adamw(flat_parameters(m))),
     "offload": ({"cpu_offload": CPUOffload(True)}, lambda m: adamw(m.parameters())),
     "arena": (
-        {"arena": Arena(reduce=True, poison=True), "mixed_precision": BF16},
+        {"arena": Arena(poison=True), "mixed_precision": BF16},
         lambda m: adamw(m.parameters()),
     ),
 }

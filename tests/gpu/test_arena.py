@@ -1,8 +1,6 @@
-"""Arenas on GPUs: addresses of a step, memory that is planned, windows of NCCL."""
+"""Arenas on GPUs: addresses of a step, memory that is planned."""
 
 from __future__ import annotations
-
-import copy
 
 import pytest
 import torch
@@ -12,9 +10,7 @@ from composable_fsdp import fully_shard
 from composable_fsdp.features import Arena
 from tests.gpu.counts import NEEDS_NCCL
 from tests.runtime.test_arena import addresses
-from tests.support.models import TinyGPT
-from tests.support.reference import apply_units, backward, gpt_input, gpt_units, loss_of
-from tests.support.world import RankPool, World
+from tests.support.reference import backward
 
 pytestmark = NEEDS_NCCL
 
@@ -48,25 +44,3 @@ def test_a_step_has_the_addresses_and_numbers_of_the_step_before(
 
     assert seen[5:].count(seen[5]) == 5
     assert torch.equal(*results)
-
-
-def train_in_windows(world: World) -> None:
-    """Steps over memory that NCCL has allocated and registered, as without."""
-    plain = TinyGPT(layers=4).to(world.device)
-    losses = []
-    for arena in (None, Arena(comm_memory="nccl")):
-        model = apply_units(copy.deepcopy(plain), gpt_units(plain), arena=arena)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            loss = loss_of(model, gpt_input(step, world.rank).to(world.device))
-            backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.detach())
-    assert torch.equal(*losses)
-
-
-@pytest.mark.req("M-07")
-def test_windows_of_nccl_hold_the_numbers(pool: RankPool) -> None:
-    """On up to two GPUs, a rank each; one rank registers its memory, too."""
-    pool.run(train_in_windows)

@@ -58,7 +58,7 @@ def weights(trainee: Trainee) -> list[Tensor]:
 
 
 @pytest.mark.req("M-10")
-@pytest.mark.parametrize("arena", [None, Arena(reduce=True)], ids=["plain", "arena"])
+@pytest.mark.parametrize("arena", [None, Arena()], ids=["plain", "arena"])
 def test_a_sleeping_model_has_no_device_memory(arena: Arena | None) -> None:
     """``memory_allocated`` is as before the model, after a backward and after steps."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -84,7 +84,7 @@ def test_a_sleeping_model_has_no_device_memory(arena: Arena | None) -> None:
 
 
 @pytest.mark.req("M-10")
-@pytest.mark.parametrize("arena", [None, Arena(reduce=True)], ids=["plain", "arena"])
+@pytest.mark.parametrize("arena", [None, Arena()], ids=["plain", "arena"])
 def test_training_goes_on_after_a_nap_with_equal_numbers(arena: Arena | None) -> None:
     """Bit by bit beside a model that never sleeps; gradients sleep, too."""
     device = torch.device("cuda", torch.cuda.current_device())

@@ -15,6 +15,7 @@ from composable_fsdp.config import (
     MixedPrecision,
     ShardingStrategy,
 )
+from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.options import UnitOptions, override
 
 
@@ -71,3 +72,12 @@ def test_a_value_of_another_kind_is_refused(options: Any, text: str) -> None:
     """The message says what was expected and what came."""
     with pytest.raises(TypeError, match=text):
         UnitOptions(**options)
+
+
+def test_full_precision_in_evaluation_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FSDP1's variable would change numbers, and nobody would see that it does not."""
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    with pytest.raises(PlanError, match="FSDP_USE_FULL_PREC_IN_EVAL=1 of FSDP1 has no"):
+        UnitOptions(mixed_precision=MixedPrecision(torch.bfloat16))

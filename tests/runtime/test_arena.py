@@ -56,8 +56,8 @@ PIECES: dict[str, dict[str, Any]] = {
 by_options = pytest.mark.parametrize("options", OPTIONS)
 by_arena = pytest.mark.parametrize(
     "arena",
-    [Arena(poison=True), Arena(poison=True, reduce=True), Arena(shared=False)],
-    ids=["shared", "reduce", "own"],
+    [Arena(poison=True), Arena(shared=False)],
+    ids=["shared", "own"],
 )
 
 
@@ -68,16 +68,6 @@ def addresses(model: nn.Module) -> list[int]:
         for handle in _get_fsdp_handles(model)
         for leaf in handle.form.placed
         if handle.form.needs_fill
-    ]
-
-
-def reduce_addresses(model: nn.Module) -> list[int]:
-    """Where the gradients of all units are before their reduction."""
-    return [
-        view.data_ptr()
-        for handle in _get_fsdp_handles(model)
-        for region in handle.layout.trainable
-        for view in region.reduce.views
     ]
 
 
@@ -114,8 +104,7 @@ def test_addresses_stay_and_numbers_are_those_without_an_arena(
             optimizer.step()
             optimizer.zero_grad()
         assert torch.equal(*losses)
-        reduced = reduce_addresses(models[1]) if arena.reduce else []
-        seen.append(addresses(models[1]) + reduced)
+        seen.append(addresses(models[1]))
 
     assert seen.count(seen[0]) == 5
     assert 0 not in seen[0]
@@ -141,7 +130,7 @@ def test_the_planned_peak_is_that_of_a_step(
     assert found.total == pytest.approx(measured, rel=0.01)
 
 
-SHARED = Arena(poison=True, reduce=True)
+SHARED = Arena(poison=True)
 MODES: dict[str, dict[str, Any]] = {
     "own": {},
     "zero2": {"strategy": ShardingStrategy.SHARD_GRAD_OP},

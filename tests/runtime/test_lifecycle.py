@@ -48,7 +48,7 @@ def resting(model: nn.Module) -> bool:
     """Whether every unit is sharded, idle and without memory of a step."""
     return all(
         full_bytes(h) == reduce_bytes(h) == 0
-        and not (h.residency is not Residency.SHARDED or h.running.calls)
+        and not (h.residency is not Residency.SHARDED or h.calls)
         and h.phase is Phase.IDLE
         and all(params[name] is leaf for params, name, leaf, _ in h.swaps)
         for h in _get_fsdp_handles(model)

@@ -57,7 +57,7 @@ from tests.support.world import fake_world
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 LOWER = MixedPrecision(param_dtype=torch.bfloat16)
 ON_HOST = CPUOffload(offload_params=True)
-SLOTS = Arena(poison=True, reduce=True)
+SLOTS = Arena(poison=True)
 TOKENS = torch.arange(12).view(2, 6)
 MORE: dict[str, Any] = {}
 """Options of ``fully_shard`` for all cases."""
@@ -283,18 +283,6 @@ def stepped_between(order: StreamOrder) -> None:
         train(model)
 
 
-def two_precisions(order: StreamOrder) -> None:
-    """Evaluation in full precision, its backward mixed with one in low."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-        model = gpt(order, mixed_precision=LOW)
-    backward(loss_of(model.eval()))
-    low, own = loss_of(model.train()), loss_of(model.eval())
-    backward(own)
-    backward(low)
-    train(model.train())
-
-
 def handed_out(order: StreamOrder) -> None:
     """Backward gathers into the memory of parameters that the program has kept."""
     if getattr(MORE.get("arena"), "shared", False):
@@ -394,7 +382,6 @@ CASES = [
     tensor_hooks,
     comm_hooks,
     stepped_between,
-    two_precisions,
     handed_out,
 ]
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -1,4 +1,4 @@
-"""Slots of memory in which the full parameters of units lie: a ``FullMemory``.
+"""Slots of memory in which the full parameters of units lie.
 
 The storage belongs to a slot and is never resized: ``full`` and the full leaves become
 views of it at the unit's first all-gather, before a graph can save a view of them.
@@ -11,8 +11,7 @@ full leaves were never used moves to a slot of its own; both are in use: an erro
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from torch import Tensor
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.config import Arena
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.features.arena.registered_memory import RegisteredMemory
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.residency import (
@@ -33,63 +31,19 @@ from composable_fsdp.flat.residency import (
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.unshard import release
 from composable_fsdp.tools.unit_costs import slot_bytes
-from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
+from composable_fsdp.tree.state import RuntimeContext, root_of
 
 _POISON = 0xFF
 """Byte of a poisoned slot. With all bits 1, floating point numbers are NaN."""
 
 
-class Slots:
-    """The slots of a tree with equal options on a device, in the order of the plan."""
-
-    __slots__ = ("device", "is_registered", "option", "slots", "source")
-
-    def __init__(
-        self, option: Arena, device: torch.device, source: RegisteredMemory | None
-    ) -> None:
-        self.option, self.device = option, device
-        self.source = source
-        """Where memory comes from; ``None``: from the allocator of torch."""
-        self.slots: list[Slot] = []
-        self.is_registered = False
-
-    def add(self, nbytes: int) -> Slot:
-        """Return a new slot, whose memory is allocated at the first use of any slot."""
-        slot = Slot(self, nbytes)
-        self.slots.append(slot)
-        return slot
-
-    # A transform of ``torch.func`` would wrap the memory.
-    @outside_transforms
-    def open(self) -> None:
-        """Allocate all slots without memory, on the current stream, in order.
-
-        Collective: with registered memory as ``RegisteredMemory.register`` at the
-        first call.
-        """
-        source = self.source
-        # All slots at once: ranks must register memory in the same order, and units may
-        # be used in another order than that of the plan.
-        with nullcontext() if source is None else source.allocating():
-            for slot in self.slots:
-                if slot.memory is None:
-                    slot.memory = memory.new_buffer(
-                        slot.nbytes, torch.uint8, self.device
-                    )
-                    slot._poison()
-        # Once: torch registers by itself what the pool allocates later.
-        if source is not None and not self.is_registered:
-            self.is_registered = True
-            source.register()
-
-
 class Slot:
-    """Memory that units of a tree use in turn, for full parameters or reductions."""
+    """Memory that units of a tree use in turn for their full parameters."""
 
-    __slots__ = ("_holder", "arena", "members", "memory", "nbytes")
+    __slots__ = ("_holder", "device", "members", "memory", "nbytes", "option")
 
-    def __init__(self, arena: Slots, nbytes: int) -> None:
-        self.arena, self.nbytes = arena, nbytes
+    def __init__(self, option: Arena, device: torch.device, nbytes: int) -> None:
+        self.option, self.device, self.nbytes = option, device, nbytes
         self.memory: Tensor | None = None
         """``(nbytes,)`` in uint8; ``None`` before the first use, and after the memory
         was left to an all-gather that has not ended."""
@@ -99,15 +53,15 @@ class Slot:
         self._holder: Callable[[], FlatParamHandle | None] = _nobody
 
     def take(self, handle: FlatParamHandle) -> None:
-        """Make the free slot the memory of the full parameters; as ``Slots.open``."""
+        """Make the free slot the memory of the full parameters."""
         slot = self
-        if slot.memory is None:
-            slot.arena.open()
         # At the first use: no graph has saved a view of the leaves yet.
         if not slot._holds(handle):
             # After a cast, a move, or parameters that were frozen since.
-            if not slot._fits(handle, handle.form.fulls):
+            if _nbytes(handle) > slot.nbytes or slot.device != handle.layout.device:
                 slot = slot._move_out(handle)
+            if slot.memory is None:
+                slot._open()
             assert slot.memory is not None
             _settle(handle, slot.memory)
             slot.members.add(handle)
@@ -165,41 +119,6 @@ class Slot:
             "arena=Arena(shared=False), which gives each unit memory of its own."
         )
 
-    def take_reductions(self, handle: FlatParamHandle) -> bool:
-        """Lay the reduce buffers into the slot; False if they need other memory."""
-        reduction, regions = handle.reduction, handle.layout.trainable
-        if self.memory is None:
-            self.arena.open()
-        if self._holder() is not None or not self._fits(
-            handle, [region.reduce.buffer for region in regions]
-        ):
-            if reduction.home is not None:
-                reduction.home = None
-                for reduce in (region.reduce for region in regions):
-                    views = (*reduce.views, *reduce.gaps)
-                    reduce.buffer = memory.leave(reduce.buffer, views)
-            return False
-        if reduction.home is not self.memory:
-            assert self.memory is not None
-            buffers = [
-                (each.buffer, [*each.views, *each.gaps])
-                for each in (region.reduce for region in regions)
-            ]
-            _lay(buffers, self.memory)
-            reduction.home = self.memory
-        self._holder = weakref.ref(handle)
-        return True
-
-    def leave_reductions(self, handle: FlatParamHandle) -> None:
-        """Leave the memory of the slot to a reduction that may still write there."""
-        self.give_back()
-        handle.reduction.home = self.memory = None
-
-    def _fits(self, handle: FlatParamHandle, buffers: Sequence[Tensor]) -> bool:
-        """Return whether ``buffers`` of the unit have room, on the unit's device."""
-        nbytes = slot_bytes([each.nbytes for each in buffers])
-        return nbytes <= self.nbytes and self.arena.device == handle.layout.device
-
     def _holds(self, handle: FlatParamHandle) -> bool:
         """Return whether the full leaves of the current form are views of the slot."""
         if self.memory is None:
@@ -210,19 +129,28 @@ class Slot:
 
     def _move_out(self, handle: FlatParamHandle) -> Slot:
         """Give the unit, of whose leaves no graph has saved a view, its own slot."""
-        arena = self.arena
-        if arena.device != handle.layout.device:
-            # Memory is registered for the device that the units had when sharded.
-            arena = Slots(arena.option, handle.layout.device, None)
-        own = arena.add(slot_bytes([full.nbytes for full in handle.form.fulls]))
+        own = Slot(self.option, handle.layout.device, _nbytes(handle))
         handle.form.slot = own
-        arena.open()
         return own
 
+    # A transform of ``torch.func`` would wrap the memory.
+    @outside_transforms
+    def _open(self) -> None:
+        """Allocate the memory of the slot, on the current stream."""
+        self.memory = memory.new_buffer(self.nbytes, torch.uint8, self.device)
+        self._poison()
+
+    @outside_transforms
+    @torch.no_grad()
     def _poison(self) -> None:
         """Overwrite the slot on the current stream, if the arena asks for it."""
-        if self.arena.option.poison and self.memory is not None:
-            _fill(self.memory)
+        if self.option.poison and self.memory is not None:
+            self.memory.fill_(_POISON)
+
+
+def _nbytes(handle: FlatParamHandle) -> int:
+    """Return the bytes that the full parameters of the unit take in a slot."""
+    return slot_bytes([full.nbytes for full in handle.form.fulls])
 
 
 def _is_in_use(context: RuntimeContext, holder: FlatParamHandle) -> bool:
@@ -232,8 +160,8 @@ def _is_in_use(context: RuntimeContext, holder: FlatParamHandle) -> bool:
         # The program waits for an all-gather by hand that is in flight, and then reads.
         is_awaited = holder.residency is GATHERING and holder.kept_for_forward
         return is_awaited and _is_between_steps(context)
-    running, progress = holder.running, holder.backward
-    if running.calls or running.foreign:
+    progress = holder.backward
+    if holder.calls:
         return True
     if progress.task != NO_TASK:
         # The unit may wait for backward to reach its other calls, or, if its inputs
@@ -250,91 +178,50 @@ def _is_between_steps(context: RuntimeContext) -> bool:
     return context.entered is None and not context.tasks
 
 
-def _settle(handle: FlatParamHandle, slot: Tensor) -> None:
-    """Make ``full`` and the full leaves of the current form views of ``slot``."""
-    buffers = []
-    for region in handle.layout.regions:
-        full = region.full
-        if full.is_own and region.layout.padded_numel:
-            views = [] if full.own_slice is None else [full.own_slice]
-            buffers.append((full.buffer, [*views, *map(local_of, full.leaves)]))
-    _lay(buffers, slot)
-
-
 @outside_transforms
 @torch.no_grad()
-def _lay(buffers: Sequence[tuple[Tensor, list[Tensor]]], slot: Tensor) -> None:
-    """Move buffers, each with its views, into ``slot``, one after another."""
+def _settle(handle: FlatParamHandle, slot: Tensor) -> None:
+    """Make ``full`` and the full leaves of the current form views of ``slot``."""
     at = 0
     with memory.outside_inference():
-        for buffer, views in buffers:
+        for region in handle.layout.regions:
+            full, buffer = region.full, region.full.buffer
+            if not (full.is_own and region.layout.padded_numel):
+                continue
+            views = [] if full.own_slice is None else [full.own_slice]
             stop = at + slot_bytes([buffer.nbytes])
             home = slot[at:stop].view(buffer.dtype)[: buffer.numel()]
             # The buffer last, because the offset of the others is relative to it.
-            memory.move([*views, buffer], home, since=int(buffer.storage_offset()))
+            memory.move(
+                [*views, *map(local_of, full.leaves), buffer],
+                home,
+                since=int(buffer.storage_offset()),
+            )
             at = stop
-
-
-@outside_transforms
-@torch.no_grad()
-def _fill(slot: Tensor) -> None:
-    """Overwrite a slot."""
-    slot.fill_(_POISON)
 
 
 def _nobody() -> None:
     """Return the holder of a free slot."""
 
 
-_Key = tuple[Arena, torch.device]
-
-
 def give_slots(context: RuntimeContext) -> None:
-    """Give each unit with an arena its slots; the first all-gather allocates them."""
-    # In forward order, so that slots are made in the same order on all ranks.
-    members: dict[_Key, list[_FSDPState]] = {}
+    """Give each unit with an arena its slot; the first all-gather allocates it."""
     states = root_of(context)._root_states
-    for state in states:
-        if state.options.arena is not None:
-            key = state.options.arena, state.handle.layout.device
-            members.setdefault(key, []).append(state)
-    if not members:
+    if not any(state.options.arena for state in states):
         return
     # Here, so that a program without an arena loads nothing of the tools.
     from composable_fsdp.tools.plan import plan_of_units
 
-    arenas = {key: Slots(*key, _source(*key, found)) for key, found in members.items()}
     plan = plan_of_units([(state.fqn, state) for state in states])
     kind = "cpu" if context.streams.host_waits else "cuda"
-    planned = plan.step_memory(device_type=kind)
-    for slot in planned.slots:
+    for planned in plan.step_memory(device_type=kind).slots:
         # The plan knows no devices; units on several share nothing.
-        made: dict[_Key, Slot] = {}
-        for index in slot.units:
+        made: dict[torch.device, Slot] = {}
+        for index in planned.units:
             handle, option = states[index].handle, states[index].options.arena
             assert option is not None
-            key = option, handle.layout.device
+            device = handle.layout.device
             if handle.form.needs_fill:
-                if key not in made:
-                    made[key] = arenas[key].add(slot.nbytes)
-                handle.form.slot = made[key]
-    for option, nbytes in planned.reduce_slots:
-        for key, found in members.items():
-            if key[0] == option:
-                reductions = arenas[key].add(nbytes)
-                for state in found:
-                    state.handle.reduction.slot = reductions
-
-
-def _source(
-    option: Arena, device: torch.device, states: Sequence[_FSDPState]
-) -> RegisteredMemory | None:
-    """Return where the memory of the units' arena comes from, if not from torch."""
-    if option.comm_memory is None:
-        return None
-    # The groups that send what slots hold: full parameters, and unreduced gradients.
-    # Units over the same ranks share a group, which registers once.
-    of = [state.handle.groups for state in states]
-    refs = [ref for g in of for ref in (g.shard_ref, g.kept_ref, g.scatter_ref)]
-    groups = {ref.get().group_name: ref for ref in refs if ref is not None}
-    return RegisteredMemory(device, tuple(groups.values()))
+                if device not in made:
+                    made[device] = Slot(option, device, planned.nbytes)
+                handle.form.slot = made[device]

@@ -262,7 +262,7 @@ class _Mode(TorchFunctionMode):
         if leaf is not None:
             if id(leaf[0]) not in self.units or cut_leaf(tensor) is None:
                 return None
-            rows = leaf[0].layout.rows or tensor.dim() < 2
+            rows = leaf[0].layout.plan.options.keeps_rows or tensor.dim() < 2
             return Part(quoted(param_path(*leaf)), tensor.shape, id(leaf[0]), rows)
         if flat is not None and id(flat[0]) in self.units:
             return Part(flat_name(*flat), tensor.shape, id(flat[0]), by_rows=False)

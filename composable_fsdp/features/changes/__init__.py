@@ -1,1 +1,1 @@
-"""Parameters that a user changes between steps. Seam: ``tree.moments.Changes``."""
+"""Parameters that a user changes between steps. Seam: ``tree.moments.changes``."""

@@ -1,13 +1,14 @@
 """Takes up changes that were made to a unit's parameters outside the step.
 
-The next use of a unit detects the change. Seam: ``tree.moments.Changes``.
+The next use of a unit detects the change. ``tree.moments.changes`` is this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import is_
 
 import torch
 from torch import nn
@@ -15,7 +16,6 @@ from torch import nn
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.operations import leave
 from composable_fsdp.errors import PhaseError, PlanError
-from composable_fsdp.features.changes.user_memory import is_in_shards, take_memory
 from composable_fsdp.flat.build import replace_layout
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
 from composable_fsdp.flat.gradients import shard_views
@@ -39,41 +39,86 @@ from composable_fsdp.tree.root import ensure_root, set_streams, unit_paths
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
 
 
-class UserChanges:
-    """The ``Changes`` of every program."""
+@outside_transforms
+def adopt(state: _FSDPState, *, values_required: bool = True) -> None:
+    """Make the shards of the sharded unit hold what the modules show.
 
-    __slots__ = ()
+    Collective: none, except as ``finish_reduction``.
+    """
+    handle, context = state.handle, state.context
+    if shards_are_unchanged(handle):
+        return
+    device, was_on_meta = handle.layout.device, handle.layout.on_meta
+    shown = (table.get(name) for table, name, _, _ in handle.swaps)
+    if (
+        not values_required
+        and was_on_meta
+        and all(p is not None and p.is_meta for p in shown)
+    ):
+        return
+    with _told_to_all(state):
+        if context is not None:
+            synchronize_copy_stream(context)
+            # The old buffers are freed below, so no stream may still read them.
+            finish_reduction(context)
+            free_oldest(context, keep=0)
+        if was_on_meta:
+            end_watch(state)
+        if not require_leaves(handle):
+            return
+        # The rebuilt regions have new full parameters, which have no hooks yet.
+        install_grad_hooks(state)
+        if was_on_meta:
+            _place_buffers(state)
+        if handle.layout.device != device and context is not None:
+            _move_unit(context, handle.layout.device)
 
-    def adopt(self, state: _FSDPState, *, values_required: bool = True) -> None:
-        """Make the shards of the sharded unit hold what the modules show.
 
-        Collective: none, except as ``finish_reduction``.
-        """
-        handle = state.handle
-        shown = [parameters.get(name) for parameters, name, _, _ in handle.swaps]
-        if (
-            values_required
-            or not handle.layout.on_meta
-            or any(p is None or not p.is_meta for p in shown)
-        ):
-            with _told_to_all(state):
-                _adopt(state)
+@outside_transforms
+def follow_flags(state: _FSDPState) -> bool:
+    """Move parameters that were frozen or unfrozen to regions of their kind.
 
-    def follow_flags(self, state: _FSDPState) -> bool:
-        """Move parameters that were frozen or unfrozen to regions of their kind.
+    Collective: none, except as ``finish_reduction``.
+    """
+    handle = state.handle
+    if all(p.requires_grad is full.requires_grad for *_, p, full in handle.swaps):
+        return False
+    with _told_to_all(state):
+        context = ensure_root(state)
+        finish_reduction(context)
+        finish_d2h_grad_copies(context)
+        if handle.reduction.due or handle.reduction.held is not None:
+            raise PhaseError(
+                f"requires_grad of parameters of unit {handle.name} was changed while "
+                "its gradients wait to be reduced (no_sync, set_requires_gradient_sync "
+                "or set_requires_all_reduce). Freeze and unfreeze after the backward "
+                "that reduces."
+            )
+        # Free the full buffers first: the regions are rebuilt below.
+        release(context, handle)
+        leaves = {ref.slot.index: ref.leaf for ref in param_refs(handle)}
+        trains = {index: leaf.requires_grad for index, leaf in leaves.items()}
+        _rebuild(handle, leaves, trains, device=handle.layout.device)
+        # The new regions have new full parameters without hooks.
+        install_grad_hooks(state)
+    return True
 
-        Collective: none, except as ``finish_reduction``.
-        """
-        swaps = state.handle.swaps
-        changed = any(
-            p.requires_grad is not full.requires_grad for *_, p, full in swaps
-        )
-        if changed:
-            with _told_to_all(state):
-                _follow_requires_grad(ensure_root(state), state)
-        return changed
 
-    is_in_shards = staticmethod(is_in_shards)
+def is_in_shards(handle: FlatParamHandle) -> bool:
+    """Return whether the leaves lie in the shards; if not, ``adopt`` sees it."""
+    # ``leaf.data = torch.from_numpy(leaf.data.numpy())`` keeps the address and
+    # replaces the storage. Of a unit that is kept unsharded all ranks must detect
+    # the change, which leads to an all-gather: ranks without elements detect the
+    # storage.
+    places = handle.writes.memory
+    shards = [region.shard.untyped_storage() for region in handle.layout.regions]
+    for leaf in places.leaves:
+        home = leaf.untyped_storage()
+        if not any(home is shard for shard in shards):
+            unknown = (0,) * len(places.addresses)
+            handle.writes.memory = places._replace(addresses=unknown)
+            return False
+    return True
 
 
 @contextmanager
@@ -88,43 +133,6 @@ def _told_to_all(state: _FSDPState) -> Iterator[None]:
         for group in dict.fromkeys(g for h in handles for g in h.groups.sending):
             leave(group, str(error.args[0]))
         raise
-
-
-@outside_transforms
-def _adopt(state: _FSDPState) -> None:
-    """Make the shards of the unit hold the parameters that the modules show."""
-    handle, context = state.handle, state.context
-    if shards_are_unchanged(handle):
-        return
-    if context is not None:
-        synchronize_copy_stream(context)
-        _require_no_cast(context)
-        # The old buffers are freed below, so no stream may still read them.
-        finish_reduction(context)
-        free_oldest(context, keep=0)
-    device, was_on_meta = handle.layout.device, handle.layout.on_meta
-    if was_on_meta:
-        end_watch(state)
-    if not require_leaves(handle):
-        return
-    # The rebuilt regions have new full parameters, which have no hooks yet.
-    install_grad_hooks(state)
-    if was_on_meta:
-        _place_buffers(state)
-    if handle.layout.device != device and context is not None:
-        _move_unit(context, handle.layout.device)
-
-
-def _require_no_cast(context: RuntimeContext) -> None:
-    """Refuse parameters that were cast while their gradients are being reduced."""
-    for each in filter(None, (context.reducing, context.all_reducing)):
-        regions = each.handle.layout.trainable
-        if any(p.dtype != r.layout.dtype for r in regions for p in r.leaves):
-            raise PlanError(
-                f"Parameters of unit {each.handle.name} were cast while its gradients "
-                "are being reduced (set_is_last_backward(model, False)). Cast them "
-                "back, and again after the backward that is the last."
-            )
 
 
 def _place_buffers(state: _FSDPState) -> None:
@@ -156,55 +164,50 @@ def _move_unit(context: RuntimeContext, device: torch.device) -> None:
         set_streams(context, device)
 
 
-@outside_transforms
-def _follow_requires_grad(context: RuntimeContext, state: _FSDPState) -> None:
-    """Move parameters that were frozen or unfrozen to regions of their kind."""
-    handle = state.handle
-    finish_reduction(context)
-    finish_d2h_grad_copies(context)
-    if handle.reduction.due or handle.reduction.held is not None:
-        raise PhaseError(
-            f"requires_grad of parameters of unit {handle.name} was changed while its "
-            "gradients wait to be reduced (no_sync, set_requires_gradient_sync or "
-            "set_requires_all_reduce). Freeze and unfreeze after the backward that "
-            "reduces."
-        )
-    # Free the full buffers first: the regions are rebuilt below.
-    release(context, handle)
-    rebuild_for_requires_grad(handle)
-    # The new regions have new full parameters without hooks.
-    install_grad_hooks(state)
-
-
 def require_leaves(handle: FlatParamHandle) -> bool:
     """Adopt leaves that were replaced or changed; return if full leaves are new."""
-    if shards_are_unchanged(handle):
-        return False
     for parameters, name, leaf, full in handle.swaps:
-        # ``torch.func.functional_call`` inside a forward of the unit found the full
-        # leaf, and put the full leaf back after the unit had been resharded.
+        # What found a full leaf inside a forward of the unit, and put it back after the
+        # unit had been resharded.
         if parameters.get(name) is full:
             parameters[name] = leaf
-    if shards_are_unchanged(handle):
+    if _are_in_place(handle):
         return False
     names: dict[int, str] = {}
     current = _current(handle, names)
     _require_fit(handle, current, names)
-    if not _is_replaced(handle):
-        take_memory(handle)
-        return False
     if handle.reduction.due or handle.reduction.held is not None:
         raise PlanError(
-            f"Parameters of unit {handle.name} were replaced, cast or moved while "
-            "gradients of no_sync wait to be reduced. Change them between steps."
+            f"Parameters of unit {handle.name} were replaced, cast, moved or given "
+            "other data while gradients of no_sync wait to be reduced. Change them "
+            "between steps."
         )
     leaves = [
         tuple(current[slot.index] for slot in region.layout.parameters)
         for region in handle.layout.regions
     ]
     record_replaced(handle, [r.leaves for r in handle.layout.regions], leaves)
-    _rebuild_handle(handle, leaves, device=_device(handle, current))
+    trains = {
+        slot.index: region.layout.trainable
+        for region in handle.layout.regions
+        for slot in region.layout.parameters
+    }
+    _rebuild(handle, current, trains, device=_device(handle, current))
     return True
+
+
+def _are_in_place(handle: FlatParamHandle) -> bool:
+    """Return whether the modules show the leaves, and these lie in the shards."""
+    # Unlike ``shards_are_unchanged``, also if leaves were frozen or unfrozen.
+    places = handle.writes.memory
+    return (
+        not handle.layout.on_meta
+        and all(table.get(key) is leaf for table, key, leaf, _ in handle.swaps)
+        and places.addresses == tuple(leaf.data_ptr() for leaf in places.leaves)
+        and all(
+            map(is_, map(torch.Tensor.untyped_storage, places.empty), places.storages)
+        )
+    )
 
 
 def _current(handle: FlatParamHandle, names: dict[int, str]) -> dict[int, nn.Parameter]:
@@ -269,22 +272,6 @@ def _require_fit(
                 )
 
 
-def _is_replaced(handle: FlatParamHandle) -> bool:
-    """Return whether an object, a dtype or a device changed, and not only memory."""
-    return (
-        handle.layout.on_meta
-        or any(
-            parameters.get(name) is not leaf
-            for parameters, name, leaf, _ in handle.swaps
-        )
-        or any(
-            leaf.dtype != region.shard.dtype or leaf.device != region.shard.device
-            for region in handle.layout.regions
-            for leaf in region.leaves
-        )
-    )
-
-
 def _device(handle: FlatParamHandle, current: dict[int, nn.Parameter]) -> torch.device:
     """Return the compute device after the change."""
     devices = {parameter.device for parameter in current.values()}
@@ -311,38 +298,43 @@ def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
     )
 
 
-def _rebuild_handle(
+def _rebuild(
     handle: FlatParamHandle,
-    leaves: Sequence[Sequence[nn.Parameter]],
+    leaves: dict[int, nn.Parameter],
+    trains: dict[int, bool],
     *,
     device: torch.device,
 ) -> None:
-    """Rebuild the regions over new leaves, which keep their gradients."""
+    """Build the regions of an idle unit anew over ``leaves``, by slot index.
+
+    ``trains``: by slot index, whether the parameter is in a trainable region.
+    """
     forget_leaves(handle)
-    # The layout stays, even if a narrower dtype makes shard boundaries less than
-    # 16-byte aligned: another layout would move elements between ranks.
     before = handle.layout
-    dtypes = {
-        slot.index: parameter.dtype
-        for region, parameters in zip(before.regions, leaves, strict=True)
-        for slot, parameter in zip(region.layout.parameters, parameters, strict=True)
-    }
-
-    def cast(layouts: tuple[RegionLayout, ...]) -> tuple[RegionLayout, ...]:
-        return tuple(
-            replace(each, dtype=dtypes[each.parameters[0].index])
-            if each.parameters
-            else each
-            for each in layouts
-        )
-
+    origin: list[RegionLayout] = []
+    layouts: list[RegionLayout] = []
+    for layout in before.origin:
+        if layout.parameters:
+            layout = replace(layout, dtype=leaves[layout.parameters[0].index].dtype)
+        flags = [trains[slot.index] for slot in layout.parameters]
+        origin.append(layout)
+        # Every rank keeps the same elements: regions are only split along the planned
+        # layout, even if a narrower dtype makes shards less than 16-byte aligned.
+        layouts += split_region(layout, flags) if flags else (layout,)
+    # Places must be in the order of the new regions.
+    order = [slot.index for layout in layouts for slot in layout.parameters]
+    at = {index: i for i, index in enumerate(order)}
+    placed = sorted(
+        zip(before.places, before.owners, strict=True),
+        key=lambda pair: at[pair[0].slot_index],
+    )
     replace_layout(
         handle,
-        replace(before.plan, regions=cast(before.plan.regions)),
-        leaves,
-        before.places,
-        before.owners,
-        origin=cast(before.origin),
+        replace(before.plan, regions=tuple(layouts)),
+        [[leaves[slot.index] for slot in layout.parameters] for layout in layouts],
+        tuple(place for place, _ in placed),
+        tuple(owner for _, owner in placed),
+        origin=tuple(origin),
         device=device,
     )
     for leaf in handle.leaves:
@@ -353,35 +345,3 @@ def _rebuild_handle(
     # Tied places that still show another parameter get the adopted parameter.
     for parameters_of, name, leaf, _ in handle.swaps:
         parameters_of[name] = leaf
-
-
-def rebuild_for_requires_grad(handle: FlatParamHandle) -> None:
-    """Rebuild the regions of an idle unit, trainable or frozen as their leaves are."""
-    before = handle.layout
-    leaves = {ref.slot.index: ref.leaf for ref in param_refs(handle)}
-    # Every rank keeps the same elements: regions are only split along the planned
-    # layout, so no element moves to another rank.
-    layouts = tuple(
-        part
-        for layout in before.origin
-        for part in split_region(
-            layout, [leaves[slot.index].requires_grad for slot in layout.parameters]
-        )
-    )
-    # Places must be in the order of the new regions.
-    order = [slot.index for layout in layouts for slot in layout.parameters]
-    at = {index: i for i, index in enumerate(order)}
-    placed = sorted(
-        zip(before.places, before.owners, strict=True),
-        key=lambda pair: at[pair[0].slot_index],
-    )
-    replace_layout(
-        handle,
-        replace(before.plan, regions=layouts),
-        [[leaves[slot.index] for slot in layout.parameters] for layout in layouts],
-        tuple(place for place, _ in placed),
-        tuple(owner for _, owner in placed),
-        origin=before.origin,
-        device=before.device,
-    )
-    rebind_flat_parameters(handle, before.regions)

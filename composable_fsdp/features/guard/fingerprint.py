@@ -18,7 +18,6 @@ from composable_fsdp.flat.param_ref import slot_paths
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions, in_force, precision_fields
 from composable_fsdp.tree.changed_settings import (
-    COMPARED_LATER,
     option_text,
     setting_values,
 )
@@ -59,17 +58,18 @@ def facts_of(units: Units, *, parts: bool = False) -> tuple[UnitFacts, ...]:
             several = len(state.modules) > 1
             parameters[key] = tuple(_parameter_facts(handle, several, parts))
         # Numbers of ranks and not the ranks, which differ between replicas.
+        named = setting_values(state, names)
         settings: tuple[object, ...] = (
             *(handle.groups.shard_world_size, handle.groups.replicas),
             handle.layout.device.type,
             # A backward compares this one by itself: ``no_sync`` changes often.
             state.settings.sync_gradients,
-            *setting_values(state, names),
+            *named.values(),
         )
         setting = id(state.options), *settings
         if setting not in options:
             told = _options_of(state.options)
-            told |= zip((*_GROUPS, *COMPARED_LATER), map(str, settings), strict=True)
+            told |= zip((*_GROUPS, *named), map(str, settings), strict=True)
             options[setting] = _option_facts(told)
         found.append(UnitFacts(name, parameters[key], options[setting]))
     return tuple(found)

@@ -195,12 +195,10 @@ def _settle(trees: Iterable[RuntimeContext], handles: list[FlatParamHandle]) -> 
                 "reduction (no_sync). Call it after the backward that reduces."
             )
     for handle in handles:
-        forms = filter(None, (handle.form, handle.other_form))
-        for slot in (*(form.slot for form in forms), handle.reduction.slot):
-            if slot is not None:
-                # Before the versions are noted, which this moves: what a graph saved of
-                # the slot is lost.
-                slot.leave()
+        if handle.form.slot is not None:
+            # Before the versions are noted, which this moves: what a graph saved of the
+            # slot is lost.
+            handle.form.slot.leave()
 
 
 def _shown(
@@ -271,14 +269,12 @@ def _bring(
 
 def _free_buffers(handle: FlatParamHandle) -> None:
     """Free the old slots, which the views keep until they move into the new ones."""
-    for form in filter(None, (handle.form, handle.other_form)):
-        for full in form.fulls:
-            memory.free(full)
-        if form.source is not None:
-            form.source.drop()
+    for full in handle.form.fulls:
+        memory.free(full)
+    if handle.form.source is not None:
+        handle.form.source.drop()
     for region in handle.layout.trainable:
         memory.free(region.reduce.buffer)
-    handle.reduction.home = None
 
 
 def _synchronize(devices: Iterable[torch.device], *, empty: bool = False) -> None:

@@ -67,12 +67,7 @@ def cast_inputs(state: _FSDPState, given: Given, arguments: Arguments) -> Argume
     if precision is None:
         return arguments
     dtype = _input_dtype(state)
-    # In full precision the unit computes in the parameters' own dtype. In eval mode the
-    # unit may be configured to do so.
-    wide = state.handle.form.full_precision or (
-        precision.full_in_eval and not state.module.training
-    )
-    if dtype is None or wide:
+    if dtype is None:
         return arguments
     return given.replace(arguments, _casting(given, dtype))
 

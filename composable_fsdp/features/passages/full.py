@@ -94,7 +94,7 @@ class FullPassage(Passage):
         new = casts.cast_inputs(state, given, new)
         assert state.context is not None
         if call.order is state.context.order:  # not recomputed
-            if len(state.handle.running.calls) == 1:
+            if len(state.handle.calls) == 1:
                 _look_for_writes(state, call.module)
             if len(state.modules) > 1 and not state.remaining:
                 state.remaining = frozenset(map(id, state.modules))
@@ -119,7 +119,7 @@ class FullPassage(Passage):
         since = -1 if given is None else given.since
         searches_now = call.has_graph and _count_down(searches.scans, call.module)
         # A forward that checks for writes searches in ``keep_writes``.
-        checks = searches.before is not None and len(state.handle.running.calls) == 1
+        checks = searches.before is not None and len(state.handle.calls) == 1
         if searches_now and not checks:
             searches.found_at = escapes.find_places(state, since, searches.found_at)
         self.keep_writes(state, call)
@@ -148,7 +148,7 @@ class FullPassage(Passage):
         # Writes through ``.data`` leave the version counter unchanged. Two forwards
         # compare all values; if either finds a write, every later forward copies all.
         before = searches.before
-        if before is not None and len(handle.running.calls) == 1:
+        if before is not None and len(handle.calls) == 1:
             # Also of a forward that raised: attributes may keep views of weights.
             since = -1 if call.given is None else call.given.since
             searches.found_at = escapes.find_places(state, since, searches.found_at)
@@ -192,9 +192,7 @@ def _look_for_writes(state: _FSDPState, module: nn.Module) -> None:
         return
     if handle.residency is not UNSHARDED:
         wait_unsharded(handle)
-    # A write to tensors of ``functional_call``, which are in the places of weights,
-    # says nothing of a forward with the weights.
-    looks = handle.running.foreign or _count_down(searches.looks, module)
+    looks = _count_down(searches.looks, module)
     if looks and handle.form.needs_fill:
         searches.before = weight_writes.snapshot(handle)
 

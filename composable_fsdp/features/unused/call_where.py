@@ -33,8 +33,12 @@ from composable_fsdp.flat.region import trains_of
 from composable_fsdp.flat.residency import NOT_GATHERED
 from composable_fsdp.flat.use_order import NO_LOGS
 from composable_fsdp.phases import BACKWARD_PRE, FORWARD, IDLE, Phase
-from composable_fsdp.runtime import graph_task, precision, reduce, unshard
-from composable_fsdp.runtime.backward import UnitForward, grad_fns_of
+from composable_fsdp.runtime import graph_task, reduce, unshard
+from composable_fsdp.runtime.backward import (
+    UnitForward,
+    earlier_forward,
+    grad_fns_of,
+)
 from composable_fsdp.runtime.forward import end_unit_forward
 from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.recover import GradientOrder
@@ -157,10 +161,8 @@ class _Call(GradientOrder):
         for at, state in enumerate(self.states):
             handle = state.handle
             handle.phase, handle.logs = phase, NO_LOGS
-            if not self.forms and state.precision is not None:
-                precision.select_forward_form(self.context, state, state.module)
-            elif self.forms and handle.form is not self.forms[at]:
-                precision.select_form(state, self.forms[at])  # that of the forward
+            if self.forms and handle.form is not self.forms[at]:
+                raise earlier_forward(f"unit {state.name}")
             if handle.residency in NOT_GATHERED:
                 unshard.unshard(self.context, handle)
             handle.kept_for_backward = True
@@ -184,9 +186,7 @@ class _Call(GradientOrder):
                 if recomputing:  # backward releases them, equal on all ranks
                     handle.phase = BACKWARD_PRE if taped else IDLE
                 else:
-                    end_unit_forward(
-                        self.context, state, awaited=taped, stays_full=False
-                    )
+                    end_unit_forward(self.context, state, awaited=taped)
 
     def marked(self, run: Callable[[], Any]) -> Any:
         """Return what ``run`` does, between the two nodes of the graph."""
@@ -203,7 +203,7 @@ class _Call(GradientOrder):
             raise self.refused("returned no tensor for a loss. Return one.")
         _, *after = _Node.apply(self.enter, token, *found)  # type: ignore[no-untyped-call]
         self.node = weakref.ref(after[0].grad_fn)
-        outer = (top := self.context.entered) and top.handle.running.calls[-1]
+        outer = (top := self.context.entered) and top.handle.calls[-1]
         if isinstance(outer, UnitForward):
             outer.passage = SimpleNamespace(leave=partial(self.watch, outer.passage))
         marked = dict(zip(map(id, found), after, strict=True))

@@ -16,10 +16,9 @@ from collections.abc import Hashable
 
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.flat.gradients import has_arrived
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, FullForm
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.residency import NOT_GATHERED, SHARDED
 from composable_fsdp.runtime.graph_task import parameters_not_requested, will_run
-from composable_fsdp.runtime.precision import select_form
 from composable_fsdp.runtime.recover import GradientOrder
 from composable_fsdp.runtime.reduce import reduce_gradients
 from composable_fsdp.runtime.unshard import (
@@ -36,15 +35,13 @@ from composable_fsdp.tree.state import RuntimeContext, StepOrder, _FSDPState
 class CommonOrder(StepOrder):
     """An order whose backward goes through all uses, in an order that ranks share."""
 
-    __slots__ = ("accumulates", "begins", "forms", "next", "waiting")
+    __slots__ = ("accumulates", "begins", "next", "waiting")
 
     def __init__(self, mode: Hashable = ()) -> None:
         super().__init__(mode)
         self.begins: dict[_FSDPState, int] = {}
         """Per unit: the number of uses that were recorded when the unit's first forward
         began."""
-        self.forms: dict[_FSDPState, FullForm] = {}
-        """The full form of each unit in the forward."""
         # Progress of backward; set when backward reaches the forward of this order.
         self.next = 0
         """Index of the use that backward has reached last; uses are walked from the
@@ -59,25 +56,9 @@ class CommonOrder(StepOrder):
         """Append a use whose forward began after ``begin`` uses; return its index."""
         # A unit that runs several times is reduced only before its earliest forward.
         self.begins[unit] = min(begin, self.begins.get(unit, begin))
-        self.forms[unit] = unit.handle.form
         return super().add(unit, begin)
 
     recomputed = GradientOrder.recomputed
-
-    def restore_form(self, state: _FSDPState, form: FullForm) -> None:
-        """Make the forms of this forward current in all units, on all ranks alike."""
-        assert state.context is not None
-        self._start(state.context)
-        if state.handle.form is not form:
-            select_form(state, form)
-
-    def _start(self, context: RuntimeContext) -> None:
-        """Finish later forwards and restore all forms, if this backward is new."""
-        if self not in context.filling:
-            finish_later_forwards(context)
-            for state, form in self.forms.items():
-                if state.handle.form is not form:
-                    select_form(state, form)
 
     def reach(
         self, context: RuntimeContext, handle: FlatParamHandle, index: int
@@ -88,7 +69,7 @@ class CommonOrder(StepOrder):
     def issue_until(self, context: RuntimeContext, index: int) -> None:
         """Issue the collectives of the uses after ``index``, last to first."""
         if self not in context.filling:
-            self._start(context)
+            finish_later_forwards(context)
             context.filling.append(self)
             self.next, self.waiting = self.count, dict(self.begins)
             # A backward of ``autograd.grad`` with respect to other tensors reduces
@@ -158,7 +139,7 @@ def _reduce_in_turn(
 def _free_unused(context: RuntimeContext, state: _FSDPState) -> None:
     """Reshard the unit, or keep the unit full for the next forward if so configured."""
     handle = state.handle
-    if handle.running.calls:
+    if handle.calls:
         # This backward runs inside a forward of the unit (``torch.func.vjp``), which
         # still reads the parameters.
         return
