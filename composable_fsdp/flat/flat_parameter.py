@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat.gradients import (
     are_cleared,
+    gradient_views,
     new_shard,
     note_shown,
     own_gradients,
     ready_gradient,
     shard_views,
     views_are_intact,
-    with_absent,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter, grad_of
@@ -163,8 +163,7 @@ def leaf_gradients(region: FlatParameter) -> list[Tensor | None]:
         return [None] * len(region.leaves)
     if gradient is region.gradient.shard and views_are_intact(region):
         return list(region.gradient.views)
-    views, _ = shard_views(region.cuts, gradient)
-    return list(with_absent(region, views))
+    return list(gradient_views(region, gradient)[0])
 
 
 def set_leaf_gradient(

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import compress, repeat
 from operator import is_, or_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from composable_fsdp.flat.region import (
     grad_of,
     post_hooks_of,
 )
-from composable_fsdp.planning.layout import ShardCuts
+from composable_fsdp.planning.layout import NO_PIECE, Cuts, ShardCuts
 
 
 def new_shard(
@@ -41,11 +42,15 @@ def shard_views(
     shard_cuts: ShardCuts, base: Tensor
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """Return a view per parameter of a buffer like the shard, and the padding's."""
-    cuts = shard_cuts.cuts
+    return _views(shard_cuts.cuts, base)
+
+
+def _views(cuts: Cuts, base: Tensor) -> tuple[list[Any], tuple[Tensor, ...]]:
+    """Return the views that ``cuts`` describe, None without a piece; the padding's."""
     # One split creates all pieces; slices would need one operation each.
     pieces = base.split_with_sizes(cuts.sizes)
     parts = [
-        pieces[i] if shape is None else pieces[i].view(shape)
+        None if i == NO_PIECE else pieces[i] if shape is None else pieces[i].view(shape)
         for i, shape in cuts.parameters
     ]
     return parts, tuple([pieces[i] for i in cuts.gaps])
@@ -65,25 +70,22 @@ def make_grad_shard(region: FlatParameter) -> None:
     else:
         # Runs once per step and unit; inlined to save a function call.
         shard = torch.empty(numel, dtype=gradient.dtype, device=region.device)
-    views, gradient.gaps = shard_views(region.cuts, shard)
+    gradient.views, gradient.gaps = gradient_views(region, shard)
     gradient.shown = gradient.unshown
-    gradient.places = (*map(Tensor.data_ptr, (shard, *views)),)
     gradient.shard = shard
-    absent = region.cuts.absent
-    gradient.views = with_absent(region, views) if absent else tuple(views)
 
 
-def with_absent(
-    region: FlatParameter, gradients: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    """Return ``gradients`` with ``None`` for leaves without elements on this rank."""
+def gradient_views(
+    region: FlatParameter, base: Tensor
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+    """Return ``.grad`` of each leaf as a view of ``base``, and the padding's views.
+
+    ``None`` for leaves without elements on this rank, for which nothing is cut.
+    """
     # FSDP1 does the same: the mean of an empty gradient is NaN, and ``max()`` raises.
-    if region.gradient.keeps_empty:
-        return tuple(gradients)
-    shown = list(gradients)
-    for index in region.cuts.absent:
-        shown[index] = None
-    return tuple(shown)
+    cuts = region.cuts.cuts if region.gradient.keeps_empty else region.cuts.held
+    views, gaps = _views(cuts, base)
+    return tuple(views), gaps
 
 
 def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
@@ -101,16 +103,17 @@ def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
 
 def views_are_intact(region: FlatParameter) -> bool:
     """Return whether the views still view the flat gradient, if the latter exists."""
-    # ``p.grad.data = ...`` replaces the memory of a view.
-    return region.gradient.places == places_of(region)
-
-
-def places_of(region: FlatParameter) -> tuple[int, ...]:
-    """Return the addresses of the flat gradient and its views, 0 of an empty view."""
-    shard, views = region.gradient.shard, region.gradient.views
+    shard = region.gradient.shard
     if shard is None:
-        return ()
-    return (shard.data_ptr(), *[0 if v is None else v.data_ptr() for v in views])
+        return True
+    begin, size = shard.data_ptr(), shard.itemsize
+    # ``p.grad.data = ...`` replaces the memory of a view.
+    for view, (start, stop, at) in zip(
+        region.gradient.views, region.cuts.parts, strict=True
+    ):
+        if start < stop and view is not None and view.data_ptr() != begin + at * size:
+            return False
+    return True
 
 
 def free_cleared(handle: FlatParamHandle) -> None:
@@ -134,7 +137,6 @@ def _free_gradient(region: FlatParameter) -> None:
     """Drop the flat gradient and its views, but free no memory that a user holds."""
     region.gradient.shard = None
     region.gradient.views = region.gradient.gaps = ()
-    region.gradient.places = ()
 
 
 def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
@@ -179,8 +181,7 @@ def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
 @torch.no_grad()
 def add_to_each(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
     """Add the parts of ``sums`` to the gradients of the leaves separately, in place."""
-    views, _ = shard_views(region.cuts, sums)
-    parts = with_absent(region, views)
+    parts, _ = gradient_views(region, sums)
     for leaf, part, hit in zip(region.leaves, parts, arrived, strict=True):
         if not hit:
             continue

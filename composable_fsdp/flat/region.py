@@ -84,8 +84,6 @@ class FlatGradient:
     """``.grad`` of each leaf: a view of ``shard``; ``None`` for an absent one."""
     gaps: tuple[Tensor, ...] = ()
     """Views of the padding in ``shard``."""
-    places: tuple[int, ...] = ()
-    """Addresses of ``shard`` and its views; another shows a replaced ``.data``."""
 
 
 @dataclass(slots=True, eq=False)

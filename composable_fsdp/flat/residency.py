@@ -111,7 +111,9 @@ def use_sharded(handle: FlatParamHandle) -> None:
     if handle.guards.open:
         tables = handle.guards.tables
         deque(map(setitem, tables, repeat(REFUSE), repeat(refuse_part)), 0)
-        deque(map(OrderedDict.move_to_end, tables, repeat(REFUSE), repeat(False)), 0)
+        if max(map(len, tables), default=0) > 1:
+            first = map(OrderedDict.move_to_end, tables, repeat(REFUSE), repeat(False))
+            deque(first, 0)
         handle.guards.open = False
     # A unit that shows its sharded leaves already keeps its state.
     if handle.residency is UNSHARDED:

@@ -104,6 +104,10 @@ class ParameterSlot:
         return self.fqns[0]
 
 
+NO_PIECE = -1
+"""In place of the index of a piece: none is cut for the parameter."""
+
+
 class Cuts(NamedTuple):
     """Sizes of consecutive pieces of a buffer, as for ``torch.split``.
 
@@ -127,11 +131,13 @@ class ShardCuts(NamedTuple):
             parameter lie at ``offset`` of the shard.
         cuts: sizes of the pieces of the shard, and the shapes of sharded parameters.
         absent: indices of parameters with elements on other ranks only.
+        held: as ``cuts``, without the absent parameters.
     """
 
     parts: tuple[tuple[int, int, int], ...]
     cuts: Cuts
     absent: tuple[int, ...]
+    held: Cuts
 
 
 @dataclass(frozen=True)
@@ -263,16 +269,17 @@ class RegionLayout:
                 )
                 for s, (start, stop, at) in zip(slots, parts, strict=True)
             ]
-            known = self._shard_cuts[rank, rows] = ShardCuts(
-                tuple(parts),
-                _cut(held, self.shard_numel),
-                # An empty parameter is absent nowhere: no rank holds an element.
-                tuple(
-                    i
-                    for i, (start, stop, _) in enumerate(parts)
-                    if slots[i].numel and start == stop
-                ),
+            # An empty parameter is absent nowhere: no rank holds an element.
+            absent = tuple(
+                i
+                for i, (start, stop, _) in enumerate(parts)
+                if slots[i].numel and start == stop
             )
+            cuts = own = _cut(held, self.shard_numel)
+            if absent:
+                own = _cut(held, self.shard_numel, without=absent)
+            known = ShardCuts(tuple(parts), cuts, absent, own)
+            self._shard_cuts[rank, rows] = known
         return known
 
     @cached_property
@@ -286,13 +293,21 @@ class RegionLayout:
         return self.padded_numel * self.dtype.itemsize
 
 
-def _cut(held: Sequence[tuple[int, int, tuple[int, ...]]], numel: int) -> Cuts:
+def _cut(
+    held: Sequence[tuple[int, int, tuple[int, ...]]],
+    numel: int,
+    *,
+    without: Sequence[int] = (),
+) -> Cuts:
     """Cut ``numel`` elements into the parts ``held`` and the padding between."""
     sizes: list[int] = []
     parameters: list[tuple[int, tuple[int, ...] | None]] = []
     gaps: list[int] = []
     end = 0
-    for offset, size, shape in held:
+    for index, (offset, size, shape) in enumerate(held):
+        if index in without:
+            parameters.append((NO_PIECE, None))
+            continue
         # An empty interval may have offset 0 and needs no gap: the test is ``>``, not
         # ``!=``.
         if offset > end:

@@ -38,8 +38,6 @@ from composable_fsdp.flat.build import leaf_memory
 from composable_fsdp.flat.gradients import (
     free_cleared,
     has_arrived,
-    places_of,
-    views_are_intact,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
@@ -64,8 +62,6 @@ class _Asleep:
 
     contexts: list[RuntimeContext]
     states: list[_FSDPState]
-    intact: list[FlatParameter]
-    """Regions whose gradients are views of the flat gradient."""
     shown: list[tuple[str, Tensor, int, Tensor]]
     """Name, tensor that shows empty data, version, and its true data."""
     stored: list[tuple[torch.UntypedStorage, Tensor]]
@@ -125,9 +121,7 @@ def sleep(
     kept = _kept.setdefault(next(iter(trees)), defaultdict(list))
     stored = _copied(dict.fromkeys(data.untyped_storage() for *_, data in shown), kept)
     _synchronize(devices)
-    found = _Asleep(
-        list(trees), states, list(filter(views_are_intact, regions)), shown, stored, []
-    )
+    found = _Asleep(list(trees), states, shown, stored, [])
     # From here on nothing allocates, and nothing fails.
     for handle in handles:
         _free_buffers(handle)
@@ -313,8 +307,6 @@ def _wake(found: _Asleep) -> list[str]:
         handle.writes.memory = leaf_memory(handle.layout)
         handle.phase = Phase.IDLE
         NO_STEPS.pop(handle, None)
-    for region in found.intact:
-        region.gradient.places = places_of(region)
     # Before the host memory is used again.
     _synchronize(devices)
     for context in found.contexts:
