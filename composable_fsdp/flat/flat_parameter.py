@@ -106,6 +106,7 @@ def rebind_flat_parameter(
         flat.grad = gradient.to(region.shard.device, region.gradient.dtype)
     region.flat, region.show = flat, show_on_flat
     region.graded = (flat, *region.leaves)
+    region.holders = (flat, *region.holders)
     count_flat_writes(handle)
     known = FlatParamRecord(handle, _forget)
     known.key, known.parameter, known.region = id(flat), flat, region
@@ -163,7 +164,7 @@ def leaf_gradients(region: FlatParameter) -> list[Tensor | None]:
         return [None] * len(region.leaves)
     if gradient is region.gradient.shard and views_are_intact(region):
         return list(region.gradient.views)
-    return list(gradient_views(region, gradient)[0])
+    return gradient_views(region, gradient)
 
 
 def set_leaf_gradient(

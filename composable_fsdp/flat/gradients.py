@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import compress, repeat
 from operator import is_, or_
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from composable_fsdp.flat.region import (
     grad_of,
     post_hooks_of,
 )
-from composable_fsdp.planning.layout import NO_PIECE, Cuts, ShardCuts
+from composable_fsdp.planning.layout import ShardCuts
 
 
 def new_shard(
@@ -42,15 +41,11 @@ def shard_views(
     shard_cuts: ShardCuts, base: Tensor
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """Return a view per parameter of a buffer like the shard, and the padding's."""
-    return _views(shard_cuts.cuts, base)
-
-
-def _views(cuts: Cuts, base: Tensor) -> tuple[list[Any], tuple[Tensor, ...]]:
-    """Return the views that ``cuts`` describe, None without a piece; the padding's."""
+    cuts = shard_cuts.cuts
     # One split creates all pieces; slices would need one operation each.
     pieces = base.split_with_sizes(cuts.sizes)
     parts = [
-        None if i == NO_PIECE else pieces[i] if shape is None else pieces[i].view(shape)
+        pieces[i] if shape is None else pieces[i].view(shape)
         for i, shape in cuts.parameters
     ]
     return parts, tuple([pieces[i] for i in cuts.gaps])
@@ -70,22 +65,32 @@ def make_grad_shard(region: FlatParameter) -> None:
     else:
         # Runs once per step and unit; inlined to save a function call.
         shard = torch.empty(numel, dtype=gradient.dtype, device=region.device)
-    gradient.views, gradient.gaps = gradient_views(region, shard)
+    if gradient.keeps_empty:
+        gradient.views = tuple(gradient_views(region, shard))
+    else:
+        # As ``gradient_views``, but without pieces of padding and of absent leaves.
+        views = [p if p is None else shard.as_strided(*p) for p in region.cuts.places]
+        gradient.views = tuple(views)
     gradient.shown = gradient.unshown
     gradient.shard = shard
 
 
-def gradient_views(
-    region: FlatParameter, base: Tensor
-) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
-    """Return ``.grad`` of each leaf as a view of ``base``, and the padding's views.
-
-    ``None`` for leaves without elements on this rank, for which nothing is cut.
-    """
+def gradient_views(region: FlatParameter, base: Tensor) -> list[Tensor | None]:
+    """Return ``.grad`` of each leaf as a view of ``base``, None of an absent one."""
+    shown: list[Tensor | None] = [*shard_views(region.cuts, base)[0]]
     # FSDP1 does the same: the mean of an empty gradient is NaN, and ``max()`` raises.
-    cuts = region.cuts.cuts if region.gradient.keeps_empty else region.cuts.held
-    views, gaps = _views(cuts, base)
-    return tuple(views), gaps
+    if not region.gradient.keeps_empty:
+        for index in region.cuts.absent:
+            shown[index] = None
+    return shown
+
+
+def _gaps(region: FlatParameter) -> tuple[Tensor, ...]:
+    """Return views of the padding in the flat gradient."""
+    shard = region.gradient.shard
+    if shard is None or not region.cuts.cuts.gaps:
+        return ()
+    return shard_views(region.cuts, shard)[1]
 
 
 def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
@@ -95,7 +100,7 @@ def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
     may_go = region.gradient.shard is not None and settled and not region.host_copies
     # A new flat gradient, and not the old memory: a user who kept a reference to an old
     # ``.grad`` must keep the values, as with plain autograd.
-    if may_go and (are_cleared(region.graded) or not views_are_intact(region)):
+    if may_go and (are_cleared(region.holders) or not views_are_intact(region)):
         _free_gradient(region)
     if region.gradient.shard is None:
         make_grad_shard(region)
@@ -123,7 +128,7 @@ def free_cleared(handle: FlatParamHandle) -> None:
         return
     for region in handle.layout.trainable:
         # A flat gradient in host memory takes no memory from activations.
-        cleared = region.gradient.shard is not None and are_cleared(region.graded)
+        cleared = region.gradient.shard is not None and are_cleared(region.holders)
         if cleared and not region.offload:
             _free_gradient(region)
 
@@ -136,7 +141,7 @@ def are_cleared(leaves: Sequence[nn.Parameter]) -> bool:
 def _free_gradient(region: FlatParameter) -> None:
     """Drop the flat gradient and its views, but free no memory that a user holds."""
     region.gradient.shard = None
-    region.gradient.views = region.gradient.gaps = ()
+    region.gradient.views = ()
 
 
 def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
@@ -146,7 +151,7 @@ def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
     """
     grad_shard = region.gradient.shard
     assert grad_shard is not None
-    stale = list(region.gradient.gaps)
+    stale = list(_gaps(region))
     for leaf, view, hit, shown in zip(
         region.leaves,
         region.gradient.views,
@@ -181,7 +186,7 @@ def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
 @torch.no_grad()
 def add_to_each(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
     """Add the parts of ``sums`` to the gradients of the leaves separately, in place."""
-    parts, _ = gradient_views(region, sums)
+    parts = gradient_views(region, sums)
     for leaf, part, hit in zip(region.leaves, parts, arrived, strict=True):
         if not hit:
             continue
@@ -209,8 +214,8 @@ def own_gradients(region: FlatParameter) -> None:
             region.gradient.shard.zero_()
         else:
             region.gradient.shard.copy_(earlier)
-    if region.gradient.gaps:
-        torch._foreach_zero_(region.gradient.gaps)
+    if gaps := _gaps(region):
+        torch._foreach_zero_(gaps)
 
 
 def show_on_leaves(

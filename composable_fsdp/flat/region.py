@@ -82,8 +82,6 @@ class FlatGradient:
     reduction, and once the cleared ``.grad`` of all leaves was noticed."""
     views: tuple[Tensor | None, ...] = ()
     """``.grad`` of each leaf: a view of ``shard``; ``None`` for an absent one."""
-    gaps: tuple[Tensor, ...] = ()
-    """Views of the padding in ``shard``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,6 +125,7 @@ class FlatParameter:
         "flat",
         "full",
         "graded",
+        "holders",
         "gradient",
         "host_copies",
         "layout",
@@ -172,6 +171,9 @@ class FlatParameter:
         flat gradient; the leaves have no ``.grad`` then."""
         self.graded: tuple[nn.Parameter, ...] = leaves
         """The leaves, and ``flat`` if set: ``.grad`` may show the flat gradient."""
+        held = zip(leaves, cuts.places, strict=True)
+        self.holders = tuple([leaf for leaf, place in held if place is not None])
+        """Those of ``graded`` with elements on this rank."""
         self.show = show
         """Gives reduced gradients to the leaves (``gradients.show_on_leaves``) or to
         ``flat`` (``user_hooks.show_on_flat``)."""

@@ -104,10 +104,6 @@ class ParameterSlot:
         return self.fqns[0]
 
 
-NO_PIECE = -1
-"""In place of the index of a piece: none is cut for the parameter."""
-
-
 class Cuts(NamedTuple):
     """Sizes of consecutive pieces of a buffer, as for ``torch.split``.
 
@@ -131,13 +127,14 @@ class ShardCuts(NamedTuple):
             parameter lie at ``offset`` of the shard.
         cuts: sizes of the pieces of the shard, and the shapes of sharded parameters.
         absent: indices of parameters with elements on other ranks only.
-        held: as ``cuts``, without the absent parameters.
+        places: per parameter, the shape, the strides and the offset of its part; None
+            of an absent one.
     """
 
     parts: tuple[tuple[int, int, int], ...]
     cuts: Cuts
     absent: tuple[int, ...]
-    held: Cuts
+    places: tuple[tuple[tuple[int, ...], tuple[int, ...], int] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -275,10 +272,12 @@ class RegionLayout:
                 for i, (start, stop, _) in enumerate(parts)
                 if slots[i].numel and start == stop
             )
-            cuts = own = _cut(held, self.shard_numel)
-            if absent:
-                own = _cut(held, self.shard_numel, without=absent)
-            known = ShardCuts(tuple(parts), cuts, absent, own)
+            places = tuple(
+                None if i in absent else (shape, row_strides(shape), at)
+                for i, (at, _, shape) in enumerate(held)
+            )
+            cuts = _cut(held, self.shard_numel)
+            known = ShardCuts(tuple(parts), cuts, absent, places)
             self._shard_cuts[rank, rows] = known
         return known
 
@@ -293,21 +292,13 @@ class RegionLayout:
         return self.padded_numel * self.dtype.itemsize
 
 
-def _cut(
-    held: Sequence[tuple[int, int, tuple[int, ...]]],
-    numel: int,
-    *,
-    without: Sequence[int] = (),
-) -> Cuts:
+def _cut(held: Sequence[tuple[int, int, tuple[int, ...]]], numel: int) -> Cuts:
     """Cut ``numel`` elements into the parts ``held`` and the padding between."""
     sizes: list[int] = []
     parameters: list[tuple[int, tuple[int, ...] | None]] = []
     gaps: list[int] = []
     end = 0
-    for index, (offset, size, shape) in enumerate(held):
-        if index in without:
-            parameters.append((NO_PIECE, None))
-            continue
+    for offset, size, shape in held:
         # An empty interval may have offset 0 and needs no gap: the test is ``>``, not
         # ``!=``.
         if offset > end:
@@ -331,6 +322,11 @@ def row_block(shape: Sequence[int]) -> int:
     """
     # At least 1: a trailing dim of size 0 has empty rows.
     return max(prod(shape[1:]), 1) if len(shape) >= 2 else 1
+
+
+def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of ``shape``, in elements."""
+    return tuple([max(prod(shape[dim + 1 :]), 1) for dim in range(len(shape))])
 
 
 def sharded_shape(

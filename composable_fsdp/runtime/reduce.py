@@ -379,7 +379,7 @@ def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
         direct = whole and dtype == region.gradient.dtype and not region.offload
         reduce.has_tensor_hooks = any(map(tensor_hooks_of, region.leaves))
         reduce.temporary = None
-        if not (direct and are_cleared(region.graded)):
+        if not (direct and are_cleared(region.holders)):
             reduce.temporary = memory.new_buffer(
                 shards * region.layout.shard_numel, dtype, region.device
             )
