@@ -50,6 +50,28 @@ _AS_IS = frozenset(
 """Dtypes that every backend can send; buffers of other dtypes are sent as bytes."""
 
 
+def _gather_options(*, async_op: bool) -> Any:
+    """Return options of an all-gather."""
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return options
+
+
+def _scatter_options(op: Any, *, async_op: bool) -> Any:
+    """Return options of a reduce-scatter."""
+    options = dist.ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op, async_op
+    return options
+
+
+# Made once: backends read them, and to make them takes as long as to issue a collective
+# of a unit. Torch's stubs give the constants another type than the class ``ReduceOp``.
+_OPS: tuple[Any, Any] = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+_GATHER = [_gather_options(async_op=later) for later in (False, True)]
+_SCATTER = [[_scatter_options(op, async_op=a) for a in (False, True)] for op in _OPS]
+"""Options of all-gathers by ``async_op``; of reduce-scatters by ``average`` before."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallRecord:
     """A collective as this rank sent it, for tests and benchmarks."""
@@ -113,8 +135,7 @@ def all_gather_flat(
     if _recorder is not None:  # no call in a step
         _note("all_gather", full, group)
     operation = operation or begin("all_gather", group, full[0])
-    options = AllgatherOptions()
-    options.asyncOp = async_op
+    options = _GATHER[async_op]
     whole: Any = full
     part: Any = shard
     several = len(full) > 1
@@ -149,11 +170,6 @@ def reduce_scatter_flat(
     if _recorder is not None:
         _note("reduce_scatter", full, group)
     operation = operation or begin("reduce_scatter", group, full[0])
-    options = dist.ReduceScatterOptions()
-    # Torch's stubs give the constants another type than the class ``ReduceOp``.
-    op: Any = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    options.reduceOp = op
-    options.asyncOp = async_op
     whole: Any = full
     part: Any = shard
     start = _REDUCE_SCATTER_COALESCED
@@ -172,10 +188,11 @@ def reduce_scatter_flat(
             group.rank(),
             part,
             whole,
-            op,
+            _OPS[average],
             overwrite,
             async_op=async_op,
         )
+    options = _SCATTER[average][async_op]
     return operation.send(
         getattr(group, start), part, whole, options, async_op=async_op
     )

@@ -95,11 +95,10 @@ def fill_shard(
     """Copy this rank's elements of ``parameters`` into the shard; zero the padding."""
     if shard.is_meta:
         return
-    parts, cuts, _ = shard_cuts
-    if cuts.gaps:
+    if shard_cuts.cuts.gaps:
         # A norm over the whole shard must not see undefined padding.
         shard.zero_()
-    for parameter, (start, stop, at) in zip(parameters, parts, strict=True):
+    for parameter, (start, stop, at) in zip(parameters, shard_cuts.parts, strict=True):
         if stop > start:
             source = parameter.detach().reshape(-1)
             if not sharded:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat.gradients import (
     are_cleared,
+    gradient_views,
     new_shard,
     note_shown,
     own_gradients,
@@ -24,7 +25,6 @@ from composable_fsdp.flat.gradients import (
     shard_views,
     show_on_flat,
     views_are_intact,
-    with_absent,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter, grad_of
@@ -106,6 +106,7 @@ def rebind_flat_parameter(
         flat.grad = gradient.to(region.shard.device, region.gradient.dtype)
     region.flat, region.show = flat, show_on_flat
     region.graded = (flat, *region.leaves)
+    region.holders = (flat, *region.holders)
     count_flat_writes(handle)
     known = FlatParamRecord(handle, _forget)
     known.key, known.parameter, known.region = id(flat), flat, region
@@ -163,8 +164,7 @@ def leaf_gradients(region: FlatParameter) -> list[Tensor | None]:
         return [None] * len(region.leaves)
     if gradient is region.gradient.shard and views_are_intact(region):
         return list(region.gradient.views)
-    views, _ = shard_views(region.cuts, gradient)
-    return list(with_absent(region, views))
+    return gradient_views(region, gradient)
 
 
 def set_leaf_gradient(

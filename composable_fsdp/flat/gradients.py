@@ -69,25 +69,32 @@ def make_grad_shard(region: FlatParameter) -> None:
     else:
         # Runs once per step and unit; inlined to save a function call.
         shard = torch.empty(numel, dtype=gradient.dtype, device=region.device)
-    views, gradient.gaps = shard_views(region.cuts, shard)
+    if gradient.keeps_empty:
+        gradient.views = tuple(gradient_views(region, shard))
+    else:
+        # As ``gradient_views``, but without pieces of padding and of absent leaves.
+        views = [p if p is None else shard.as_strided(*p) for p in region.cuts.places]
+        gradient.views = tuple(views)
     gradient.shown = gradient.unshown
-    gradient.places = (*map(Tensor.data_ptr, (shard, *views)),)
     gradient.shard = shard
-    absent = region.cuts.absent
-    gradient.views = with_absent(region, views) if absent else tuple(views)
 
 
-def with_absent(
-    region: FlatParameter, gradients: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    """Return ``gradients`` with ``None`` for leaves without elements on this rank."""
+def gradient_views(region: FlatParameter, base: Tensor) -> list[Tensor | None]:
+    """Return ``.grad`` of each leaf as a view of ``base``, None of an absent one."""
+    shown: list[Tensor | None] = [*shard_views(region.cuts, base)[0]]
     # FSDP1 does the same: the mean of an empty gradient is NaN, and ``max()`` raises.
-    if region.gradient.keeps_empty:
-        return tuple(gradients)
-    shown = list(gradients)
-    for index in region.cuts.absent:
-        shown[index] = None
-    return tuple(shown)
+    if not region.gradient.keeps_empty:
+        for index in region.cuts.absent:
+            shown[index] = None
+    return shown
+
+
+def _gaps(region: FlatParameter) -> tuple[Tensor, ...]:
+    """Return views of the padding in the flat gradient."""
+    shard = region.gradient.shard
+    if shard is None or not region.cuts.cuts.gaps:
+        return ()
+    return shard_views(region.cuts, shard)[1]
 
 
 def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
@@ -97,7 +104,7 @@ def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
     may_go = region.gradient.shard is not None and settled and not region.host_copies
     # A new flat gradient, and not the old memory: a user who kept a reference to an old
     # ``.grad`` must keep the values, as with plain autograd.
-    if may_go and (are_cleared(region.graded) or not views_are_intact(region)):
+    if may_go and (are_cleared(region.holders) or not views_are_intact(region)):
         _free_gradient(region)
     if region.gradient.shard is None:
         make_grad_shard(region)
@@ -105,16 +112,17 @@ def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
 
 def views_are_intact(region: FlatParameter) -> bool:
     """Return whether the views still view the flat gradient, if the latter exists."""
-    # ``p.grad.data = ...`` replaces the memory of a view.
-    return region.gradient.places == places_of(region)
-
-
-def places_of(region: FlatParameter) -> tuple[int, ...]:
-    """Return the addresses of the flat gradient and its views, 0 of an empty view."""
-    shard, views = region.gradient.shard, region.gradient.views
+    shard = region.gradient.shard
     if shard is None:
-        return ()
-    return (shard.data_ptr(), *[0 if v is None else v.data_ptr() for v in views])
+        return True
+    begin, size = shard.data_ptr(), shard.itemsize
+    # ``p.grad.data = ...`` replaces the memory of a view.
+    for view, (start, stop, at) in zip(
+        region.gradient.views, region.cuts.parts, strict=True
+    ):
+        if start < stop and view is not None and view.data_ptr() != begin + at * size:
+            return False
+    return True
 
 
 def free_cleared(handle: FlatParamHandle) -> None:
@@ -124,7 +132,7 @@ def free_cleared(handle: FlatParamHandle) -> None:
         return
     for region in handle.layout.trainable:
         # A flat gradient in host memory takes no memory from activations.
-        cleared = region.gradient.shard is not None and are_cleared(region.graded)
+        cleared = region.gradient.shard is not None and are_cleared(region.holders)
         if cleared and not region.offload:
             _free_gradient(region)
 
@@ -137,8 +145,7 @@ def are_cleared(leaves: Sequence[nn.Parameter]) -> bool:
 def _free_gradient(region: FlatParameter) -> None:
     """Drop the flat gradient and its views, but free no memory that a user holds."""
     region.gradient.shard = None
-    region.gradient.views = region.gradient.gaps = ()
-    region.gradient.places = ()
+    region.gradient.views = ()
 
 
 def add_to_all(region: FlatParameter, sums: Tensor) -> bool:
@@ -158,8 +165,8 @@ def add_to_all(region: FlatParameter, sums: Tensor) -> bool:
         return False
     # If a user multiplies a whole gradient by a factor (0 times inf is NaN), the result
     # must not remain in the padding.
-    if gradient.gaps:
-        torch._foreach_zero_(gradient.gaps)
+    if gaps := _gaps(region):
+        torch._foreach_zero_(gaps)
     gradient.shard.add_(sums)
     return True
 
@@ -167,8 +174,7 @@ def add_to_all(region: FlatParameter, sums: Tensor) -> bool:
 @torch.no_grad()
 def add_to_each(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
     """Add the parts of ``sums`` to the gradients of the leaves separately, in place."""
-    views, _ = shard_views(region.cuts, sums)
-    parts = with_absent(region, views)
+    parts = gradient_views(region, sums)
     for leaf, part, hit in zip(region.leaves, parts, arrived, strict=True):
         if not hit:
             continue
@@ -196,8 +202,8 @@ def own_gradients(region: FlatParameter) -> None:
             region.gradient.shard.zero_()
         else:
             region.gradient.shard.copy_(earlier)
-    if region.gradient.gaps:
-        torch._foreach_zero_(region.gradient.gaps)
+    if gaps := _gaps(region):
+        torch._foreach_zero_(gaps)
 
 
 def show_on_leaves(

@@ -79,10 +79,6 @@ class FlatGradient:
     reduction, and once the cleared ``.grad`` of all leaves was noticed."""
     views: tuple[Tensor | None, ...] = ()
     """``.grad`` of each leaf: a view of ``shard``; ``None`` for an absent one."""
-    gaps: tuple[Tensor, ...] = ()
-    """Views of the padding in ``shard``."""
-    places: tuple[int, ...] = ()
-    """Addresses of ``shard`` and its views; another shows a replaced ``.data``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +122,7 @@ class FlatParameter:
         "flat",
         "full",
         "graded",
+        "holders",
         "gradient",
         "host_copies",
         "layout",
@@ -170,6 +167,9 @@ class FlatParameter:
         flat gradient; the leaves have no ``.grad`` then."""
         self.graded: tuple[nn.Parameter, ...] = leaves
         """The leaves, and ``flat`` if set: ``.grad`` may show the flat gradient."""
+        held = zip(leaves, cuts.places, strict=True)
+        self.holders = tuple([leaf for leaf, place in held if place is not None])
+        """Those of ``graded`` with elements on this rank."""
         self.show = show
         """Gives reduced gradients to the leaves (``gradients.show_on_leaves``) or to
         ``flat`` (``gradients.show_on_flat``)."""

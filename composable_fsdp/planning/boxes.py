@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from composable_fsdp.planning.layout import row_strides
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -67,7 +69,7 @@ def interval_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ..
             f"interval_boxes expects 0 <= start <= stop <= {prod(shape)} for shape "
             f"{shape}, got start={start}, stop={stop}."
         )
-    strides = _row_major_strides(shape)
+    strides = row_strides(shape)
     boxes: list[Box] = []
     position = start
     # Seen from its start, an interval first completes the rows in which it begins (with
@@ -80,11 +82,6 @@ def interval_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ..
         boxes.append(Box(offsets, sizes, position - start))
         position += prod(sizes)
     return tuple(boxes)
-
-
-def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor of ``shape``, in elements."""
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _unravel(

@@ -123,11 +123,14 @@ class ShardCuts(NamedTuple):
             parameter lie at ``offset`` of the shard.
         cuts: sizes of the pieces of the shard, and the shapes of sharded parameters.
         absent: indices of parameters with elements on other ranks only.
+        places: per parameter, the shape, the strides and the offset of its part; None
+            of an absent one.
     """
 
     parts: tuple[tuple[int, int, int], ...]
     cuts: Cuts
     absent: tuple[int, ...]
+    places: tuple[tuple[tuple[int, ...], tuple[int, ...], int] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -251,16 +254,19 @@ class RegionLayout:
                 )
                 for s, (start, stop, at) in zip(slots, parts, strict=True)
             ]
-            known = self._shard_cuts[rank, rows] = ShardCuts(
-                tuple(parts),
-                _cut(held, self.shard_numel),
-                # An empty parameter is absent nowhere: no rank holds an element.
-                tuple(
-                    i
-                    for i, (start, stop, _) in enumerate(parts)
-                    if slots[i].numel and start == stop
-                ),
+            # An empty parameter is absent nowhere: no rank holds an element.
+            absent = tuple(
+                i
+                for i, (start, stop, _) in enumerate(parts)
+                if slots[i].numel and start == stop
             )
+            places = tuple(
+                None if i in absent else (shape, row_strides(shape), at)
+                for i, (at, _, shape) in enumerate(held)
+            )
+            cuts = _cut(held, self.shard_numel)
+            known = ShardCuts(tuple(parts), cuts, absent, places)
+            self._shard_cuts[rank, rows] = known
         return known
 
     @cached_property
@@ -304,6 +310,11 @@ def row_block(shape: Sequence[int]) -> int:
     """
     # At least 1: a trailing dim of size 0 has empty rows.
     return max(prod(shape[1:]), 1) if len(shape) >= 2 else 1
+
+
+def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of ``shape``, in elements."""
+    return tuple([max(prod(shape[dim + 1 :]), 1) for dim in range(len(shape))])
 
 
 def sharded_shape(

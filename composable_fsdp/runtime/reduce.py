@@ -28,7 +28,7 @@ from itertools import compress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable
@@ -48,6 +48,7 @@ from composable_fsdp.flat.gradients import (
     zero_missing,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.reduce_rule import divisor_of
 from composable_fsdp.flat.region import tensor_hooks_of
 from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
 from composable_fsdp.runtime.partial_sums import (
@@ -379,7 +380,7 @@ def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
         direct = whole and dtype == region.gradient.dtype and not region.offload
         reduce.has_tensor_hooks = any(map(tensor_hooks_of, region.leaves))
         reduce.temporary = None
-        if not (direct and are_cleared(region.graded)):
+        if not (direct and are_cleared(region.holders)):
             reduce.temporary = memory.new_buffer(
                 shards * region.layout.shard_numel, dtype, region.device
             )
@@ -452,7 +453,9 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
             handle.rule.after_sum(target)
         divisor = reduce.division.after
         if divisor != 1 and target.numel():
-            target.div_(divisor)
+            # Fake tensors take numbers alone.
+            plain = type(target) is Tensor
+            target.div_(divisor_of(divisor, target.dtype) if plain else divisor)
         if reduce.has_tensor_hooks:
             call_tensor_hooks(region, target, arrived)
         if region.offload:

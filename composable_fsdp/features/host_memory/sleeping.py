@@ -35,8 +35,6 @@ from composable_fsdp.flat.build import leaf_memory
 from composable_fsdp.flat.gradients import (
     free_cleared,
     has_arrived,
-    places_of,
-    views_are_intact,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
@@ -111,9 +109,8 @@ def sleep(
         home = host.untyped_storage()
         stored.append((storage, home.copy_(storage, non_blocking=True)))
     _synchronize(devices)
-    intact = [*filter(views_are_intact, regions)]
     allow: list[Callable[[], object]] = []
-    bring = partial(_bring, [*trees], handles, intact, shown, stored, allow)
+    bring = partial(_bring, [*trees], handles, shown, stored, allow)
     # From here on nothing allocates, and nothing fails.
     for handle in handles:
         _free_buffers(handle)
@@ -233,15 +230,13 @@ def _shown(
 def _bring(
     contexts: list[RuntimeContext],
     handles: list[FlatParamHandle],
-    intact: list[FlatParameter],
     shown: list[Shown],
     stored: list[tuple[torch.UntypedStorage, torch.UntypedStorage]],
     allow: list[Callable[[], object]],
 ) -> list[str]:
     """Bring back what ``sleep`` took; return the names of what has changed meanwhile.
 
-    ``intact`` are regions whose gradients are views of the flat gradient; ``stored``
-    are storages with those on the host; ``allow`` opens the optimizers.
+    ``stored`` are storages with those on the host; ``allow`` opens the optimizers.
     """
     # All memory first: without enough torch raises, and the model sleeps on.
     for storage, host in stored:
@@ -258,8 +253,6 @@ def _bring(
         handle.writes.memory = leaf_memory(handle.layout)
         handle.phase = Phase.IDLE
         NO_STEPS.pop(handle, None)
-    for region in intact:
-        region.gradient.places = places_of(region)
     for context in contexts:
         context.summoned = None
     for each in allow:
