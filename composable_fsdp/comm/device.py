@@ -354,9 +354,9 @@ def wait_unless_captured(stream: torch.cuda.Stream, other: torch.cuda.Stream) ->
     """Make ``stream`` wait for ``other``, unless only ``stream`` is in a capture."""
     # A stream that captures a CUDA graph cannot wait for a stream outside the capture,
     # such as that of the warm-up, and need not: it joined the capture behind that one.
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         with use_stream(other):
-            if not torch.cuda.is_current_stream_capturing():
+            if not is_capturing():
                 return
     stream.wait_stream(other)
 

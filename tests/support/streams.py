@@ -380,6 +380,7 @@ def _of_streams(order: StreamOrder) -> Patches:
         (torch.cuda, "stream", order.on),
         (torch.cuda, "current_stream", current_stream),
         (torch.cuda, "is_current_stream_capturing", order.current_captures),
+        (device_layer, "is_capturing", order.current_captures),
         (device_layer, "_live", weakref.WeakSet()),
         (device_layer, "_Event", FakeEvent),
         (device_layer, "_Stream", make_stream),
