@@ -269,6 +269,8 @@ def _bring(
         NO_STEPS.pop(handle, None)
     for region in intact:
         region.gradient.places = places_of(region)
+    # Whatever stream reads next.
+    _synchronize({storage.device for storage, _ in stored})
     for context in contexts:
         context.summoned = None
     for each in allow:
