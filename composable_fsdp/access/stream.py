@@ -229,7 +229,7 @@ def stream_plan(
         # To join, torch pads a part, and has the parts of all ranks beside the result.
         sizes = [(e.part_nbytes, [g.size() for g in e.over]) for e in unit if e.over]
         extra = max([extra, *((prod(over) + 1) * part for part, over in sizes)])
-    flag = torch.int32.itemsize if _groups(states) else 0
+    flag = torch.int32.itemsize * bool(_groups(states))
     made = tuple(_bucket(each, ranks) for each in buckets)
     return StreamPlan(made, max(flag, extra))
 
@@ -269,8 +269,8 @@ def _gather(
         homes |= {id(entry): (piece, full) for entry in piece.entries}
         ref = piece.entries[0].ref
         if ref is None:
-            if full.numel():
-                full.copy_(local_of(piece.entries[0].source).reshape(-1))
+            value = local_of(piece.entries[0].source).reshape(-1)
+            full.copy_(value[: full.numel()])
             continue
         group, (own, numels) = ref.handle.groups.shard, piece.own(ref)
         if ref.handle.layout.offload:

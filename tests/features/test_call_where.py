@@ -20,7 +20,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import CompositionError, DesyncError, PhaseError
-from composable_fsdp.features import call_where
+from composable_fsdp.features import Arena, call_where
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.runtime import unshard
 from composable_fsdp.tree.traversal import _get_fsdp_handles
@@ -203,6 +203,14 @@ def _no_tensor(model: Any, x: Tensor) -> None:
     model(x, True)
 
 
+def _arena(model: Any, x: Tensor) -> None:
+    other = Net()
+    other.seen = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))  # type: ignore[assignment]
+    for each in (*other.seen, other.seen, other.layer, other):  # type: ignore[misc]
+        fully_shard(each, arena=Arena())
+    other(x, True)
+
+
 MISUSES: dict[str, tuple[Callable[[Any, Tensor], None], str]] = {
     "outside": (_outside, "in the forward of a unit above it"),
     "no unit": (_no_unit, "call_where expects a fully sharded module, got a Linear"),
@@ -211,6 +219,7 @@ MISUSES: dict[str, tuple[Callable[[Any, Tensor], None], str]] = {
     "inputs": (_inputs, "without create_graph or inputs"),
     "reentrant": (_reentrant, "use_reentrant=False"),
     "no tensor": (_no_tensor, "returned no tensor"),
+    "arena": (_arena, "would prefetch other units, or share Arena slots"),
 }
 
 

@@ -89,12 +89,9 @@ def sleep(
     meet_over(states, Call("sleep", states[0].title))
     trees = {settle_tree(top, "sleep"): top for top in map(outermost, states)}
     _settle(trees, handles)
-    regions = [region for handle in handles for region in handle.layout.regions]
+    regions = [*chain.from_iterable(handle.layout.regions for handle in handles)]
     if keep == "none":
-        for leaf in chain(model.parameters(), *(region.graded for region in regions)):
-            leaf.grad = None
-        for handle in handles:
-            free_cleared(handle)
+        _drop_gradients(model, handles, regions)
     several = optimizer if isinstance(optimizer, Iterable) else [optimizer]
     # Of a wrapper the one inside.
     optims = [getattr(each, "optimizer", each) for each in several if each is not None]
@@ -131,6 +128,16 @@ def sleep(
         ]
     # The allocator of torch would keep the memory from other libraries and processes.
     _synchronize(devices, empty=True)
+
+
+def _drop_gradients(
+    model: nn.Module, handles: list[FlatParamHandle], regions: list[FlatParameter]
+) -> None:
+    """Clear all gradients, and free those of units."""
+    for leaf in chain(model.parameters(), *(region.graded for region in regions)):
+        leaf.grad = None
+    for handle in handles:
+        free_cleared(handle)
 
 
 @torch.inference_mode(False)
@@ -213,9 +220,9 @@ def _shown(
     for optim in optims:
         values = _pytree.tree_leaves(list(optim.state.values()))
         named += [(f"state of {type(optim).__name__}", value) for value in values]
-    # What no leaf shows: padding, and gradients that ``zero_grad`` has cleared.
-    named += [("a shard", region.shard) for region in regions]
-    named += [("a flat gradient", region.gradient.shard) for region in regions]
+    for region in regions:
+        # What no leaf shows: padding, and gradients that ``zero_grad`` has cleared.
+        named += [("a shard", region.shard), ("its gradient", region.gradient.shard)]
     found: dict[int, Shown] = {}
     for name, value in named:
         for part in parts_of(value) if isinstance(value, Tensor) else ():
@@ -253,6 +260,8 @@ def _bring(
         handle.writes.memory = leaf_memory(handle.layout)
         handle.phase = Phase.IDLE
         NO_STEPS.pop(handle, None)
+    # Whatever stream reads next.
+    _synchronize({storage.device for storage, _ in stored})
     for context in contexts:
         context.summoned = None
     for each in allow:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from copy import copy
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
+from operator import or_
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,10 @@ from composable_fsdp.runtime.backward import (
 from composable_fsdp.runtime.forward import end_unit_forward
 from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.recover import GradientOrder
+from composable_fsdp.runtime.reduce import (
+    copy_grads_to_reduce_buffers,
+    reduce_gradients,
+)
 from composable_fsdp.tree.state import OWNERS, RuntimeContext, _FSDPState, root_of
 from composable_fsdp.tree.traversal import inside_wrappers, require_module
 
@@ -82,13 +87,7 @@ def call_where(module: nn.Module, used: bool, *args: Any, **kwargs: Any) -> Any:
     >>> fully_shard(Seeing())(torch.ones(2, 4)).shape
     torch.Size([2, 1])
     """
-    require_module(module, "call_where")
-    state = OWNERS.get(inside_wrappers(module))
-    if state is None or state.modules != (inside_wrappers(module),):
-        raise CompositionError(
-            f"call_where expects a fully sharded module, got a {type(module).__name__} "
-            "that is no unit by itself. Apply fully_shard to it, or pass one that is."
-        )
+    state = _unit_of(module)
     context, recomputing = state.context, current_task() != NO_TASK
     if context is None or not (recomputing or context.entered not in (None, state)):
         raise PhaseError(
@@ -109,6 +108,18 @@ def call_where(module: nn.Module, used: bool, *args: Any, **kwargs: Any) -> Any:
     return call.run(run, taped=taped, recomputing=recomputing)
 
 
+def _unit_of(module: nn.Module) -> _FSDPState:
+    """Return the unit that is ``module`` alone, or raise CompositionError."""
+    require_module(module, "call_where")
+    state = OWNERS.get(inside_wrappers(module))
+    if state is None or state.modules != (inside_wrappers(module),):
+        raise CompositionError(
+            f"call_where expects a fully sharded module, got a {type(module).__name__} "
+            "that is no unit by itself. Apply fully_shard to it, or pass one that is."
+        )
+    return state
+
+
 class _Call(GradientOrder):
     """A call on this rank, and the order of the units inside: no rank compares it."""
 
@@ -121,12 +132,11 @@ class _Call(GradientOrder):
         self.states = [each for each in units if each in below]
         self.forms: list[Any] = []
         ahead = [(*s.ahead_in_forward, *s.ahead_in_backward) for s in self.states]
+        slots = [s.handle.form.slot for s in self.states if s.handle.form.slot]
         if isinstance(self.outer, _Call):
             raise self.refused("is inside that of a module that it is not below.")
-        if not below.issuperset(chain(*ahead)):
-            raise self.refused(
-                "would prefetch other units. Leave them out of the list."
-            )
+        if not below.issuperset(chain(*ahead)) or len(set(slots)) < len(slots):
+            raise self.refused("would prefetch other units, or share Arena slots.")
         if any(s.handle in self.outer.graphs for s in self.states):
             raise self.refused(_PLAIN)
 
@@ -139,8 +149,7 @@ class _Call(GradientOrder):
     def agreed(self, byte: int, *, taped: bool) -> int:
         """Return the bits that any rank has set."""
         for group in self.groups(taped=taped):
-            for other in collectives.all_gather_byte(byte, group, "call_where"):
-                byte |= other
+            byte = reduce(or_, collectives.all_gather_byte(byte, group, "call_where"))
         return byte
 
     def refused(self, why: str) -> PhaseError:
@@ -254,12 +263,12 @@ class _Call(GradientOrder):
             if not unit.layout.trainable:
                 continue
             unit.reduction.due = True
-            reduce.copy_grads_to_reduce_buffers(context, unit)
+            copy_grads_to_reduce_buffers(context, unit)
             zero_missing(unit)
             for region in unit.layout.trainable:
                 region.reduce.arrived[:] = bytes(map(trains_of, region.leaves))
             if state.settings.sync_gradients:
-                reduce.reduce_gradients(context, unit)
+                reduce_gradients(context, unit)
         for state in self.states:
             handle, reshards = state.handle, state.settings.reshard_after_backward
             unshard.wait_unsharded(handle)
