@@ -121,9 +121,6 @@ def backward(side: Side, which: int = -1, how: str = "plain") -> Seen:
         if slot.x.grad is not None and slot.x.grad.requires_grad:
             grad, slot.x.grad = slot.x.grad, None
             torch.autograd.backward(grad.square().sum())
-    elif how == "inputs":
-        names = [p for _, p in sorted(named(side.model).items()) if p.requires_grad]
-        torch.autograd.backward(slot.loss, inputs=names)
     elif how == "input_alone":
         if slot.x.requires_grad:
             torch.autograd.backward(slot.loss, inputs=[slot.x])

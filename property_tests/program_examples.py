@@ -83,7 +83,6 @@ True backward 1; backward 0 | strategy=WHOLE
 False backward 0 all | offload
 True backward 0 all | offload low
 True backward 0 all | fill
-False backward 0 inputs; backward 0 | low
 True backward 0 retain; backward 1; backward 0 | keep_full
 False backward 0 no_sync; backward 0
 True input_gradient 0 products; backward
@@ -198,9 +197,6 @@ state that torch's functions make between forward and backward
         optimizer={adamw_fused/momentum_fused/adamw_foreach/sgd} keep_full={False/True}
     linear | forward 1; torch_get sharded; backward; step; torch_set; STEPS | seed=3
         optimizer={adamw_fused/momentum_fused/adamw_foreach/sgd} strategy=HALF
-gradients of chosen parameters that are full by hand
-    linear | forward 0 input_grad; unshard_unit {0/1} False; backward 0 inputs |
-        strategy={FULL_SHARD/WHOLE}
 states of a unit with two names
     linear + linear again=0 + linear | train 0; typed_save
         {LOCAL/SHARDED/FULL}_STATE_DICT True; train 1; typed_load; STEPS |
@@ -262,10 +258,6 @@ writes to weights in forward
 gradients of no_sync where nothing is hooked
     linear form={thunk/set_thing/late_thunk}: | forward 0; backward 0 no_sync; forward
         1; backward; step | strategy=WHOLE
-gradients of chosen parameters
-    linear + linear | forward 0; backward 0 inputs; step
-    linear form=removed frozen=2: | forward 0 evaluation; freeze_all True; backward 0
-        inputs
 a write between forward and backward
     linear + {linear/mul} | train 0 keep; forward 1; step; backward |
         strategy={FULL_SHARD/HALF} optimizer=adamw

@@ -53,10 +53,6 @@ REFUSALS: list[tuple[set[str], str]] = [
     # A copy that is in another dtype than the shards.
     ({"option:low", "option:wire"}, r"where it is a copy in torch.float\d+ of shards"),
     (
-        {"option:fill", "action:fill"},
-        "while set_reduce_scatter_unused_params gives every parameter one",
-    ),
-    (
         {"action:freeze", "action:freeze_piece"},
         "through a forward that ran before the unit's parameters were frozen",
     ),

@@ -106,7 +106,6 @@ BACKWARDS = [
     "replica",
     "output",
     "create_graph",
-    "inputs",
     "input_alone",
     "half",
 ]

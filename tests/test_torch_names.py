@@ -32,7 +32,6 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     ),
     "torch.autograd.graph": ("_engine_run_backward",),
     "torch.autograd.graph.Node()": ("_sequence_nr",),
-    "torch.amp.GradScaler(device='cpu')": ("_enabled",),
     "torch.distributed.ProcessGroup": (
         *("_device_types", "_get_backend", "_register_backend"),
         "_set_default_backend",
@@ -49,12 +48,11 @@ MADE: dict[str, Callable[[], Any]] = {
     "torch.nn.Module()": nn.Module,
     "torch.autograd.graph.Node()": lambda: _LEAF.neg().grad_fn,
     "torch.optim.SGD()": lambda: torch.optim.SGD([_LEAF]),
-    "torch.amp.GradScaler(device='cpu')": lambda: torch.amp.GradScaler("cpu"),
 }
 OF_OTHERS = {
-    # Of the standard library, of dicts that torch returns, of objects that torch
-    # makes with a process group, and of parameters that DDP or a subclass marks.
-    *("_asdict", "_fields", "_metadata", "_process_group"),
+    # Of the standard library, of dicts that torch returns, and of parameters that DDP
+    # or a subclass marks.
+    *("_asdict", "_fields", "_metadata"),
     *("_in_backward_optimizers", "_is_param", "_timeout"),
     # Of Lightning and accelerate, whose tests have an environment of their own.
     *("_checkpoint_io", "_compiler_ctx", "_layer_sync", "_redirection_through_forward"),

@@ -7,7 +7,6 @@ backward raises, the engine drops ``TaskEnd`` uncalled, which marks the task as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -68,12 +67,12 @@ _other_requests = 0
 
 def run_backward(
     run: Callable[..., Any],
-    of_parameters: Callable[..., Any],
+    refuse: Callable[[Sequence[Any]], Any],
     outputs: Sequence[Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run the engine by ``run``; gradients of sharded parameters come from their unit.
+    """Run the engine by ``run``; ``refuse`` inputs that are sharded parameters.
 
     Raises: PhaseError, naming a parameter that the graph reads while it is sharded.
     """
@@ -84,7 +83,7 @@ def run_backward(
         # A sharded parameter, or a flat parameter.
         ids = set(map(id, args[3]))
         if ids & LEAVES.keys() or ids & FLAT_PARAMS.keys():
-            run, of_others = partial(of_parameters, run), False
+            refuse(args[3])
     thread = get_ident()
     BACKWARDS[thread] = BACKWARDS.get(thread, 0) + 1
     _other_requests += of_others

@@ -179,11 +179,6 @@ def _create_graph(model: Any, x: Tensor) -> None:
     torch.autograd.backward(model(x, True), create_graph=True)
 
 
-def _inputs(model: Any, x: Tensor) -> None:
-    backward_inputs = [model.layer.weight]
-    torch.autograd.backward(model(x, True), inputs=backward_inputs)
-
-
 def _outside(model: Any, x: Tensor) -> None:
     model(x, True)
     call_where(model.seen, True, x)
@@ -216,7 +211,6 @@ MISUSES: dict[str, tuple[Callable[[Any, Tensor], None], str]] = {
     "no unit": (_no_unit, "call_where expects a fully sharded module, got a Linear"),
     "plain": (lambda m, x: m(x, True, "plain"), "by call_where alone"),
     "create_graph": (_create_graph, "without create_graph or inputs"),
-    "inputs": (_inputs, "without create_graph or inputs"),
     "reentrant": (_reentrant, "use_reentrant=False"),
     "no tensor": (_no_tensor, "returned no tensor"),
     "arena": (_arena, "would prefetch other units, or share Arena slots"),

@@ -259,18 +259,6 @@ def test_units_without_a_gradient_take_part_with_zeros(
         assert not state.handle.reduction.due
 
 
-def test_a_gradient_of_some_parameters_is_refused(one_rank: World) -> None:
-    """The others would get zeros that nobody asked for."""
-    model = fully_shard(Pair())
-    set_reduce_scatter_unused_params(model, True)
-    loss = model(torch.ones(2, WIDTH)).sum()
-
-    with pytest.raises(
-        PhaseError, match=r"'first.weight' by inputs=.*turn the setting off"
-    ):
-        loss.backward(inputs=[model.first.weight])
-
-
 @pytest.mark.req("B-07")
 @on_ranks(2)
 def test_a_cast_of_frozen_parameters_alone_is_refused_by_name(world: World) -> None:

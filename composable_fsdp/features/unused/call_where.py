@@ -34,7 +34,7 @@ from composable_fsdp.flat.region import trains_of
 from composable_fsdp.flat.residency import NOT_GATHERED
 from composable_fsdp.flat.use_order import NO_LOGS
 from composable_fsdp.phases import BACKWARD_PRE, FORWARD, IDLE, Phase
-from composable_fsdp.runtime import graph_task, reduce, unshard
+from composable_fsdp.runtime import graph_task, unshard
 from composable_fsdp.runtime.backward import (
     UnitForward,
     earlier_forward,
