@@ -99,7 +99,7 @@ def plan(
     known = [each.name for each in fields(UnitOptions)]
     if unknown := sorted(options.keys() - set(known)):
         # A plan knows numbers of ranks and no mesh.
-        names = {n: own for n, own in FSDP2_NAMES.items() if "mesh" not in n}
+        names = {**FSDP2_NAMES, "mesh": "world_size and shard_world_size"}
         takes = ["world_size", "shard_world_size", "policy", "units", *known]
         raise TypeError(unknown_text(unknown, takes, "plan", names))
     chosen = UnitOptions(**options)
