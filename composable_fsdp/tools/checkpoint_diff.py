@@ -185,28 +185,14 @@ def text_of(found: dict[str, Any]) -> str:
                 lines.append(f"    only in {path}: {names}")
         # After a step of training every tensor differs.
         for name, each in different[:LISTED]:
-            lines.append(f"    {printable(name)}: {_words(**each)}")
+            words = (
+                f"{key} {' and '.join(map(str, v)) if isinstance(v, list) else v}"
+                for key, v in each.items()
+            )
+            lines.append(f"    {printable(name)}: {', '.join(words)}")
         if len(different) > LISTED:
             rest = len(different) - LISTED
             lines.append(f"    and {rest} more; --json lists all")
     if found["others"]:
         lines.append(f"  also differ: {', '.join(found['others'])}")
     return "\n".join(lines)
-
-
-def _words(
-    shapes: Any = (),
-    dtypes: Any = (),
-    elements: int = 0,
-    of: int = 0,
-    max_difference: Any = 0,
-) -> str:
-    """Return the difference of two tensors in words."""
-    words = ["shape {} and {}".format(*map(tuple, shapes))] if shapes else []
-    words += ["{} and {}".format(*dtypes)] if dtypes else []
-    if elements:
-        words.append(
-            f"{elements:,} of {of:,} elements differ, by at most "
-            f"{float(max_difference):.3g}"
-        )
-    return "; ".join(words)

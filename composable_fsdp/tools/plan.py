@@ -14,7 +14,7 @@ from composable_fsdp.comm.placements import ROWS, SHARD, placement_of
 from composable_fsdp.compose.registry import API, get_state
 from composable_fsdp.config import HYBRID, TiedParams
 from composable_fsdp.entries.apply import as_list, owner_of
-from composable_fsdp.entries.fully_shard import unknown_text
+from composable_fsdp.entries.fully_shard import FSDP2_NAMES, unknown_text
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import WRAPPED_MODULE
@@ -97,7 +97,10 @@ def plan(
         )
     known = [each.name for each in fields(UnitOptions)]
     if unknown := sorted(options.keys() - set(known)):
-        raise TypeError(unknown_text(unknown, known, "plan"))
+        # A plan knows numbers of ranks and no mesh.
+        names = {**FSDP2_NAMES, "mesh": "world_size and shard_world_size"}
+        takes = ["world_size", "shard_world_size", "policy", "units", *known]
+        raise TypeError(unknown_text(unknown, takes, "plan", names))
     chosen = UnitOptions(**options)
     # Lists, because iterators would be exhausted by the first reader.
     modules = as_list(ignored_modules, "ignored_modules")

@@ -204,7 +204,7 @@ def test_what_would_make_it_fit_does() -> None:
     sets = [each for each in several["changes"] if " --" in each["options"]]
     assert sets
     assert all(each["fits"] and each["bytes"] <= 900_000 for each in sets)
-    assert sets[0]["options"] == "--param-dtype bfloat16 --cpu-offload"
+    assert sets[0]["options"].endswith("--param-dtype bfloat16 --cpu-offload")
 
 
 class Work(nn.Module):

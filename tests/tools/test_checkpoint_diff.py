@@ -77,8 +77,8 @@ def test_what_differs_is_named_with_the_largest_difference(
         "scale": {"elements": 1, "of": 1, "max_difference": 0.5},
     }
     assert found["others"] == ["extra state"]
-    assert "half.weight: bfloat16 and float32" in text
-    assert "scale: 1 of 1 elements differ, by at most 0.5" in text
+    assert "half.weight: dtypes bfloat16 and float32" in text
+    assert "scale: elements 1, of 1, max_difference 0.5" in text
 
 
 def test_nan_equals_nan_and_a_tolerance_is_taken(tmp_path: Path, run: Run) -> None:
@@ -98,6 +98,16 @@ def test_nan_equals_nan_and_a_tolerance_is_taken(tmp_path: Path, run: Run) -> No
     optim = changed(tmp_path / "optim.pt", lambda m: m["optim"]["state"].clear())
     assert run("diff", plain, optim)[0] == 1
     assert run("diff", plain, optim, "--weights-only")[0] == 0
+
+
+def test_whole_numbers_are_compared_as_whole_numbers(tmp_path: Path, run: Run) -> None:
+    """As float64, these two would be equal."""
+    paths = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    for more, path in enumerate(paths):
+        torch.save({"model": {"count": torch.tensor([2**60 + more])}}, path)
+
+    assert run("diff", *paths)[0] == 1
+    assert run("diff", *paths, "--tolerance", "1")[0] == 0
 
 
 @pytest.mark.req("U-06")
