@@ -119,7 +119,12 @@ def test_targets_are_applied_once_each_and_after_all_targets_below(
     module, and its one replacement stands wherever it stood, and nowhere else."""
     model, seen = build(recipe), dict[nn.Module, Any]()
     targets = {module_at(model, path): {"path": path} for path in recipe.sharded}
-    places = [edge for parent in model.modules() for edge in walk.edges(parent)]
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None
+    ]
     order = [m for m in model.modules() if m in targets]
     made = {module: nn.Sequential(module) for module in targets}
 

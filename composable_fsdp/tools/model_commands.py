@@ -22,7 +22,7 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.errors import FSDPError, PlanError
-from composable_fsdp.features.wires.formats import Float8Wire, Int8Wire
+from composable_fsdp.features.wires import Float8Wire, Int8Wire
 from composable_fsdp.naming import size_text
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.policies import SizePolicy
