@@ -67,7 +67,7 @@ def interval_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ..
             f"interval_boxes expects 0 <= start <= stop <= {prod(shape)} for shape "
             f"{shape}, got start={start}, stop={stop}."
         )
-    strides = _row_major_strides(shape)
+    strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     boxes: list[Box] = []
     position = start
     # Seen from its start, an interval first completes the rows in which it begins (with
@@ -76,24 +76,13 @@ def interval_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ..
     # downwards, so ``n`` dims give at most ``2 * n - 1`` boxes.
     while position < stop:
         sizes = _largest_box(shape, strides, position, stop)
-        offsets = _unravel(shape, strides, position)
+        offsets = tuple(
+            position // stride % size
+            for size, stride in zip(shape, strides, strict=True)
+        )
         boxes.append(Box(offsets, sizes, position - start))
         position += prod(sizes)
     return tuple(boxes)
-
-
-def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor of ``shape``, in elements."""
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def _unravel(
-    shape: tuple[int, ...], strides: tuple[int, ...], position: int
-) -> tuple[int, ...]:
-    """Return the index per dim of the element at ``position`` in memory order."""
-    return tuple(
-        position // stride % size for size, stride in zip(shape, strides, strict=True)
-    )
 
 
 def _largest_box(

@@ -17,7 +17,7 @@ from composable_fsdp.features.guard.compare import tag_of
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import slot_paths
 from composable_fsdp.naming import join_name, quoted
-from composable_fsdp.planning.options import UnitOptions, in_force, precision_fields
+from composable_fsdp.planning.options import UnitOptions, in_force
 from composable_fsdp.planning.walk import modules, named
 from composable_fsdp.tree.changed_settings import (
     COMPARED_LATER,
@@ -147,9 +147,7 @@ def _parameter_facts(
 def _option_facts(options: UnitOptions) -> Options:
     """Return the options that have an effect."""
     found = in_force(options)
-    del found["mixed_precision"], found["forward_prefetch"]  # told in detail elsewhere
-    precision = precision_fields(options).items()
-    found.update((f"mixed_precision.{name}", value) for name, value in precision)
+    del found["forward_prefetch"]  # told in detail elsewhere
     return tuple((name, option_text(value)) for name, value in found.items())
 
 
