@@ -32,16 +32,6 @@ def named(model: nn.Module) -> dict[nn.Module, str]:
     return {module: name for name, module in model.named_modules()}
 
 
-def snapshot(model: nn.Module) -> list[object]:
-    """The objects at every place, their attributes, and what was done to their data."""
-    places = model.named_modules(remove_duplicate=False)
-    params = model.named_parameters(remove_duplicate=False)
-    return [
-        [(name, id(module), sorted(vars(module))) for name, module in places],
-        [(name, id(p), p._version, p.requires_grad, id(p.grad)) for name, p in params],
-    ]
-
-
 class Recorded(nn.Module):
     """Stands for FSDP1's wrapper and remembers what it was given."""
 

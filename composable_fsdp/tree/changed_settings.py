@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -110,6 +111,8 @@ def setting_values(
 def _name(function: object) -> str:
     """Return the name of a function or of its class."""
     # Names and not the functions, which are other objects on each rank.
+    if isinstance(function, partial):
+        function = function.func
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
