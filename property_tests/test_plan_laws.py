@@ -16,7 +16,7 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tools.unit_costs import Traffic, traffic_of
-from property_tests.test_policy_laws import snapshot
+from tests.planning.trees import snapshot
 from tests.support.models import build, module_at
 from tests.support.recipes import ModelRecipe, ModuleRecipe
 from tests.support.strategies import FEATURES, model_recipes, world_sizes

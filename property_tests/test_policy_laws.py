@@ -32,16 +32,6 @@ def named(model: nn.Module) -> dict[nn.Module, str]:
     return {module: name for name, module in model.named_modules()}
 
 
-def snapshot(model: nn.Module) -> list[object]:
-    """The objects at every place, their attributes, and what was done to their data."""
-    places = model.named_modules(remove_duplicate=False)
-    params = model.named_parameters(remove_duplicate=False)
-    return [
-        [(name, id(module), sorted(vars(module))) for name, module in places],
-        [(name, id(p), p._version, p.requires_grad, id(p.grad)) for name, p in params],
-    ]
-
-
 class Recorded(nn.Module):
     """Stands for FSDP1's wrapper and remembers what it was given."""
 
@@ -119,7 +109,12 @@ def test_targets_are_applied_once_each_and_after_all_targets_below(
     module, and its one replacement stands wherever it stood, and nowhere else."""
     model, seen = build(recipe), dict[nn.Module, Any]()
     targets = {module_at(model, path): {"path": path} for path in recipe.sharded}
-    places = [edge for parent in model.modules() for edge in walk.edges(parent)]
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None
+    ]
     order = [m for m in model.modules() if m in targets]
     made = {module: nn.Sequential(module) for module in targets}
 

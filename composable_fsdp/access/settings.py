@@ -224,7 +224,7 @@ def register_comm_hook(
 
     The hook is called once per region and reduction: ``hook(state, gradient, output)``
     if the parameters are sharded, ``hook(state, gradient)`` if every rank holds the
-    full parameters. ``features.comm_hooks.hooks`` describes the contract and
+    full parameters. ``features.comm_hooks`` describes the contract and
     has the hooks ``allreduce_hook``, ``reduce_scatter_hook``, ``fp16_compress_hook``
     and ``bf16_compress_hook``; torch's hooks work as well.
 

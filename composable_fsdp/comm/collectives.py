@@ -376,27 +376,23 @@ def broadcast_object(value: object, group: dist.ProcessGroup) -> Any:
     return values[0]
 
 
+_TAG = "all_gather_tag"
+"""Not recorded, because it moves no data of the model."""
+
+
 def all_gather_tag(tag: int, group: dist.ProcessGroup) -> list[int]:
     """Return every rank's ``tag``, an integer of 64 bits, in group rank order."""
-    # Not recorded, because it moves no data of the model.
-    return _all_gather_numbers(
-        [tag], group, "all_gather_tag", "comparison of the order"
-    )
+    return _all_gather_numbers([tag], group, _TAG, "comparison of the order")
 
 
 def all_gather_digests(digest: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     """Return the integers ``digest`` of all ranks, one rank after the other."""
-    size = len(digest) * group.size()
-    every = torch.empty(size, dtype=torch.int64, device="meta")
-    _note("all_gather_digests", [every], group)
     why = "comparison of the models"
     return _all_gather_numbers(digest, group, "all_gather_digests", why)
 
 
 def all_gather_byte(byte: int, group: dist.ProcessGroup, why: str) -> list[int]:
     """Return every rank's ``byte``, in group rank order."""
-    every = torch.empty(group.size(), dtype=torch.uint8, device="meta")
-    _note("all_gather_byte", [every], group)
     return _all_gather_numbers([byte], group, "all_gather_byte", why, torch.uint8)
 
 
@@ -413,6 +409,8 @@ def _all_gather_numbers(
     device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
     own = torch.tensor(numbers, dtype=dtype, device=device)
     every = own.new_empty(own.numel() * group.size())
+    if op != _TAG:
+        _note(op, [every], group)
     operation = begin(op, group, every, why)
     start = getattr(group, _ALL_GATHER)
     operation.send(start, every, own, AllgatherOptions(), async_op=False)

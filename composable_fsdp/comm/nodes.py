@@ -170,7 +170,12 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
             first -= at // strides[name] % sizes[name] * strides[name]
         steps = [range(0, sizes[name] * strides[name], strides[name]) for name in names]
         row = tuple(members[first + sum(each)] for each in product(*steps))
-        return _group_of(row, ranks.shard)
+        everyone, like = dist.group.WORLD, ranks.shard
+        assert everyone is not None
+        if row == tuple(range(everyone.size())):
+            return everyone
+        seconds = group_timeout(like)
+        return _own_group(row, "placement", dist.get_backend(like), seconds)
 
     steps = [over(names) for names in dims.steps]
     groups = Groups(over(dims.states), over(dims.others), steps)
@@ -201,16 +206,6 @@ def _of_pair(
             f"device_mesh, or one group or a 1-D mesh of the {ranks.world_size} ranks."
         )
     return group
-
-
-def _group_of(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the default group, or a group of this package, of the global ``ranks``."""
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    if ranks == tuple(range(everyone.size())):
-        return everyone
-    backend, seconds = dist.get_backend(like), group_timeout(like)
-    return _own_group(ranks, "placement", backend, seconds)
 
 
 def private_group(

@@ -71,62 +71,33 @@ def remove_state(module: nn.Module, api: str) -> None:
 # ---- the nearest owner of every submodule -----------------------------------
 
 
-class _StateLink(weakref.ref[Any]):
-    """A weak reference to a state, with the keys of the entries that name the state."""
-
-    __slots__ = ("keys",)
-    keys: tuple[int, ...]
-
-
-class _ModuleLink(weakref.ref[Any]):
-    """A weak reference to a module, with the module's key and owner."""
-
-    __slots__ = ("key", "owner")
-    key: int
-    owner: _StateLink
-
-
 class OwnerMap(Generic[S]):
     """A map from modules to the nearest enclosing unit's state, weak on both sides."""
 
-    __slots__ = ("_drop_module", "_drop_state", "_entries")
+    __slots__ = ("_entries",)
 
     def __init__(self) -> None:
-        # Keys are ids: a module class may define ``__eq__`` or be unhashable.
-        entries: dict[int, _ModuleLink] = {}
-
-        # Another weakref callback may already have set a new owner for the same key, so
-        # each callback deletes only entries of its own link. No entry outlives the
-        # module of the entry, so a reused id finds no old entry.
-        def drop_module(link: weakref.ref[Any]) -> None:
-            key = getattr(link, "key", -1)
-            if entries.get(key) is link:
-                del entries[key]
-
-        def drop_state(link: weakref.ref[Any]) -> None:
-            for key in getattr(link, "keys", ()):
-                if key in entries and entries[key].owner is link:
-                    del entries[key]
-
-        self._entries = entries
-        self._drop_module = drop_module
-        self._drop_state = drop_state
+        # Keys are ids: a module class may define ``__eq__`` or be unhashable. No entry
+        # outlives the module of the entry, so a reused id finds no old entry.
+        self._entries: dict[int, tuple[weakref.ref[nn.Module], weakref.ref[Any]]] = {}
 
     def set(self, state: S, *modules: nn.Module) -> None:
         """Make ``state`` the owner of ``modules``; replace earlier owners."""
-        owner = _StateLink(state, self._drop_state)
-        owner.keys = tuple(map(id, modules))
-        for key, module in zip(owner.keys, modules, strict=True):
-            self._entries[key] = entry = _ModuleLink(module, self._drop_module)
-            entry.key, entry.owner = key, owner
+        entries, owner = self._entries, weakref.ref(state)
+        for key, module in zip(map(id, modules), modules, strict=True):
+
+            def drop(link: weakref.ref[nn.Module], key: int = key) -> None:
+                # Another module may have the id already.
+                if key in entries and entries[key][0] is link:
+                    del entries[key]
+
+            entries[key] = weakref.ref(module, drop), owner
 
     def get(self, module: nn.Module) -> S | None:
         """Return the state that owns ``module``; None if no state does."""
         entry = self._entries.get(id(module))
-        if entry is None:
-            return None
-        # Also None if the state is dead and the weakref callback has not run yet.
-        state: S | None = entry.owner()
+        # Also None if the state is dead.
+        state: S | None = None if entry is None else entry[1]()
         return state
 
     def without_owner(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -135,12 +106,12 @@ class OwnerMap(Generic[S]):
         return [
             module
             for module in modules
-            if (entry := entries.get(id(module))) is None or entry.owner() is None
+            if (entry := entries.get(id(module))) is None or entry[1]() is None
         ]
 
     def __len__(self) -> int:
         """Return the number of modules that have an owner."""
-        return len(self._entries)
+        return sum(owner() is not None for _, owner in self._entries.values())
 
 
 # ---- torch's own APIs, recognized without importing them --------------------

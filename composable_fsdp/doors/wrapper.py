@@ -371,7 +371,7 @@ def _wrap_units_below(module: nn.Module) -> None:
         id(each.module): each for each in FullyShardedDataParallel.fsdp_modules(module)
     }
     for parent in list(walk.modules(module)):
-        for _, name, child in list(walk.edges(parent)):
+        for name, child in list(parent._modules.items()):
             # A shared module that the user wrapped at a single parent only: the other
             # parents get the same wrapper.
             if id(child) in wrapped and parent is not wrapped[id(child)]:

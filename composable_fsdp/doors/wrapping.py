@@ -59,15 +59,15 @@ def post_order_apply(
     """
     order = walk.post_order(root)
     # Find all places before the first change: a replacement hides the module inside.
-    places: dict[nn.Module, list[walk.Edge]] = {module: [] for module in targets}
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {m: [] for m in targets}
     for parent in order:
-        for edge in walk.edges(parent):
-            if edge.child in places:
-                places[edge.child].append(edge)
+        for name, child in parent._modules.items():
+            if child in places:
+                places[child].append((parent, name))
     for module in order:
         if module is not root and module in targets:
             made = fn(module, dict(targets[module]))
-            for parent, name, _ in places[module] if made is not None else ():
+            for parent, name in places[module] if made is not None else ():
                 setattr(parent, name, made)
 
 

@@ -13,27 +13,27 @@ if TYPE_CHECKING:
     from composable_fsdp.config import Arena as Arena
     from composable_fsdp.features.captured_step import CapturedStep as CapturedStep
     from composable_fsdp.features.captured_step import capture as capture
-    from composable_fsdp.features.comm_hooks.hooks import DefaultState as DefaultState
-    from composable_fsdp.features.comm_hooks.hooks import (
+    from composable_fsdp.features.comm_hooks import DefaultState as DefaultState
+    from composable_fsdp.features.comm_hooks import (
         LowPrecisionState as LowPrecisionState,
     )
-    from composable_fsdp.features.comm_hooks.hooks import ReplicaState as ReplicaState
-    from composable_fsdp.features.comm_hooks.hooks import (
+    from composable_fsdp.features.comm_hooks import ReplicaState as ReplicaState
+    from composable_fsdp.features.comm_hooks import (
         allreduce_hook as allreduce_hook,
     )
-    from composable_fsdp.features.comm_hooks.hooks import (
+    from composable_fsdp.features.comm_hooks import (
         bf16_compress_hook as bf16_compress_hook,
     )
-    from composable_fsdp.features.comm_hooks.hooks import (
+    from composable_fsdp.features.comm_hooks import (
         fp16_compress_hook as fp16_compress_hook,
     )
-    from composable_fsdp.features.comm_hooks.hooks import (
-        reduce_scatter_hook as reduce_scatter_hook,
-    )
-    from composable_fsdp.features.comm_hooks.hooks import replica_hook as replica_hook
-    from composable_fsdp.features.comm_hooks.int8_exchange import (
+    from composable_fsdp.features.comm_hooks import (
         int8_all_to_all_hook as int8_all_to_all_hook,
     )
+    from composable_fsdp.features.comm_hooks import (
+        reduce_scatter_hook as reduce_scatter_hook,
+    )
+    from composable_fsdp.features.comm_hooks import replica_hook as replica_hook
     from composable_fsdp.features.flat_params import flat_parameters as flat_parameters
     from composable_fsdp.features.host_memory.sleeping import released as released
     from composable_fsdp.features.host_memory.sleeping import sleep as sleep
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     )
     from composable_fsdp.features.training.step_log import StepLog as StepLog
     from composable_fsdp.features.unused.call_where import call_where as call_where
-    from composable_fsdp.features.wires.formats import Float8Wire as Float8Wire
-    from composable_fsdp.features.wires.formats import Int8Wire as Int8Wire
+    from composable_fsdp.features.wires import Float8Wire as Float8Wire
+    from composable_fsdp.features.wires import Int8Wire as Int8Wire
 
 _resolve, __all__ = resolver(
     {
@@ -65,11 +65,11 @@ _resolve, __all__ = resolver(
         "comm.wire_format": "WireFormat WireLayout",
         "config": "Arena",
         "features.captured_step": "CapturedStep capture",
-        "features.comm_hooks.hooks": (
+        "features.comm_hooks": (
             "DefaultState LowPrecisionState ReplicaState allreduce_hook "
-            "bf16_compress_hook fp16_compress_hook reduce_scatter_hook replica_hook"
+            "bf16_compress_hook fp16_compress_hook int8_all_to_all_hook "
+            "reduce_scatter_hook replica_hook"
         ),
-        "features.comm_hooks.int8_exchange": "int8_all_to_all_hook",
         "features.flat_params": "flat_parameters",
         "features.host_memory.sleeping": "released sleep wake",
         "features.host_memory.state_buffers": "offload_states",
@@ -79,7 +79,7 @@ _resolve, __all__ = resolver(
         "features.training.even_batches": "even_batches",
         "features.training.step_log": "StepLog",
         "features.unused.call_where": "call_where",
-        "features.wires.formats": "Float8Wire Int8Wire",
+        "features.wires": "Float8Wire Int8Wire",
     }
 )
 if not TYPE_CHECKING:

@@ -81,9 +81,7 @@ moments.HANDED_OUT.append(
 )
 moments.changes = adopt
 moments.copy_state = later("composable_fsdp.features.deepcopy", "copy_state")
-moments.reduce_by_hook = later(
-    "composable_fsdp.features.comm_hooks.hooks", "reduce_by_hook"
-)
+moments.reduce_by_hook = later("composable_fsdp.features.comm_hooks", "reduce_by_hook")
 moments.ORDERS.update(
     {
         False: GradientOrder,

@@ -78,19 +78,13 @@ def interval_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ..
     # downwards, so ``n`` dims give at most ``2 * n - 1`` boxes.
     while position < stop:
         sizes = _largest_box(shape, strides, position, stop)
-        offsets = _unravel(shape, strides, position)
+        offsets = tuple(
+            position // stride % size
+            for size, stride in zip(shape, strides, strict=True)
+        )
         boxes.append(Box(offsets, sizes, position - start))
         position += prod(sizes)
     return tuple(boxes)
-
-
-def _unravel(
-    shape: tuple[int, ...], strides: tuple[int, ...], position: int
-) -> tuple[int, ...]:
-    """Return the index per dim of the element at ``position`` in memory order."""
-    return tuple(
-        position // stride % size for size, stride in zip(shape, strides, strict=True)
-    )
 
 
 def _largest_box(

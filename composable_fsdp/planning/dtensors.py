@@ -105,16 +105,11 @@ def refuse_cuts(tensor: Tensor, fqn: str, way_out: str) -> None:
 def refuse_placements(parameter: Tensor, fqn: str) -> None:
     """Raise PlanError for a DTensor that ``fully_shard`` cannot take."""
     refuse_cuts(parameter, fqn, "pass it in ignored_states")
-    if _has_hooks(parameter):
+    hooks: Any = parameter
+    # Both are None until the first registration.
+    if hooks._backward_hooks or hooks._post_accumulate_grad_hooks:
         raise PlanError(
             f"Parameter {quoted(fqn)} is a DTensor with hooks of yours; fully_shard "
             "puts a plain parameter in its place, which would lose them. Register "
             "the hooks after fully_shard."
         )
-
-
-def _has_hooks(parameter: Tensor) -> bool:
-    """Return whether a user has registered hooks for the parameter's gradient."""
-    # Both are None until the first registration.
-    hooks: Any = parameter
-    return bool(hooks._backward_hooks or hooks._post_accumulate_grad_hooks)

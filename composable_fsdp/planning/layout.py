@@ -176,23 +176,10 @@ class RegionLayout:
             ),
         )
 
-    @property
+    @cached_property
     def wire_nbytes(self) -> int:
         """Bytes of the encoded values of all ranks; 0 without a wire format."""
-        return self.world_size * self._slice_nbytes if self.wire else 0
-
-    @property
-    def wire_scratch(self) -> int:
-        """Bytes of temporary tensors of the encoding; 0 without a wire format."""
-        if self.wire is None:
-            return 0
-        return self.wire.scratch_nbytes(self.wire_layout, self.dtype)
-
-    @cached_property
-    def _slice_nbytes(self) -> int:
-        """Bytes of the encoded values of a rank."""
-        assert self.wire is not None
-        return self.wire.nbytes(self.wire_layout)
+        return self.world_size * self.wire.nbytes(self.wire_layout) if self.wire else 0
 
     def interval(self, slot: ParameterSlot, rank: int) -> tuple[int, int]:
         """Return the elements ``(start, stop)`` of the parameter on ``rank``."""

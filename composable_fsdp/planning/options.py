@@ -300,37 +300,25 @@ def override(
 
 
 def in_force(options: UnitOptions) -> dict[str, object]:
-    """Return the options by name, reduced to their effect."""
+    """Return the options by name, reduced to their effect; None for none."""
     found = {name: getattr(options, name) for name in PER_MODULE}
-    del found["use_orig_params"]  # both values have the same effect
+    # Both values have the same effect; and the fields below.
+    del found["use_orig_params"], found["mixed_precision"]
     # CPUOffload() equals no offload.
     offload = options.cpu_offload or CPUOffload()
     found["cpu_offload"] = offload.offload_params, offload.offload_states
-    return {**found, "mixed_precision": _precision_in_force(options)}
-
-
-def precision_fields(options: UnitOptions) -> dict[str, object]:
-    """Return all fields of ``mixed_precision``; None for those without an effect."""
-    found = _precision_in_force(options)
-    names = [f.name for f in fields(MixedPrecision) if f.name[0] != "_"]
-    return {name: found.get(name) for name in names}
-
-
-def _precision_in_force(options: UnitOptions) -> dict[str, object]:
-    """Return the mixed precision fields that have an effect, by name."""
-    mixed = options.mixed_precision
-    if mixed is None:
-        return {}
-    found: dict[str, Any] = {f.name: getattr(mixed, f.name) for f in fields(mixed)}
-    # The policy has made units of these classes, which the plans compare as units.
-    del found["_module_classes_to_ignore"]
-    # reduce_dtype defaults to param_dtype.
-    found["reduce_dtype"] = mixed.reduce_dtype or mixed.param_dtype
+    mixed = options.mixed_precision or MixedPrecision()
+    for field in fields(mixed):
+        # The policy has made units of the classes, which the plans compare as units.
+        if field.name[0] != "_":
+            found[f"mixed_precision.{field.name}"] = getattr(mixed, field.name) or None
+    reduce_dtype = mixed.reduce_dtype or mixed.param_dtype
+    found["mixed_precision.reduce_dtype"] = reduce_dtype
     # Without a compute dtype no input is cast.
     if mixed.param_dtype is None:
-        del found["cast_forward_inputs"], found["cast_root_forward_inputs"]
+        found["mixed_precision.cast_forward_inputs"] = None
+        found["mixed_precision.cast_root_forward_inputs"] = None
     # Gradients keep the parameter dtype anyway.
-    if found["reduce_dtype"] is None:
-        del found["keep_low_precision_grads"]
-    # None and False have no effect, as if the field were not given.
-    return {name: value for name, value in found.items() if value not in (None, False)}
+    if reduce_dtype is None:
+        found["mixed_precision.keep_low_precision_grads"] = None
+    return found

@@ -404,7 +404,7 @@ def choose_units(
     """
     # Parameters of skipped modules count zero, also where a visited module shares them.
     outside = {id(p) for module in left_out for p in walk.own_parameters(module)}
-    numels = walk.subtree_numels(root, outside | ignored_params)
+    numels = _subtree_numels(root, outside | ignored_params)
     units: list[nn.Module] = []
     # Per visited module, the elements in units at or below it: a module with several
     # parents is asked once.
@@ -448,3 +448,16 @@ def choose_units(
             if ask(child, recurse=True, numel=numels[child]):
                 stack.append((child, iter(walk.children(child))))
     return units
+
+
+def _subtree_numels(root: nn.Module, left_out: Set[int]) -> dict[nn.Module, int]:
+    """Return the elements of the distinct parameters in each module's subtree."""
+    held: dict[nn.Module, frozenset[nn.Parameter]] = {}
+    for module in walk.post_order(root):
+        own = [p for p in walk.own_parameters(module) if id(p) not in left_out]
+        # A set, because a parameter may lie in a subtree along several paths. Modules
+        # one inside the other share it, so that deep trees stay cheap.
+        carried = [held[child] for child in walk.children(module)]
+        alone = len(carried) == 1 and not own
+        held[module] = carried[0] if alone else frozenset(own).union(*carried)
+    return {module: sum(p.numel() for p in held[module]) for module in held}

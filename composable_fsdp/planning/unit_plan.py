@@ -139,11 +139,6 @@ class UnitPlan:
         ]
 
     @property
-    def wire_bytes(self) -> int:
-        """Bytes of the encoded parameters of all ranks, which one all-gather fills."""
-        return sum(r.wire_nbytes for r in self.regions)
-
-    @property
     def reduce_bytes(self) -> int:
         """Bytes of the reduce buffers, which receive the unit's gradients."""
         return sum(r.padded_numel * d.reduce.itemsize for r, d in self.reduced)

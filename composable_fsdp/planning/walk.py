@@ -6,8 +6,7 @@ Names are plain: ``below`` alone decides that wrappers add no component.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 
@@ -17,25 +16,11 @@ from composable_fsdp.naming import TRANSPARENT
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-class Edge(NamedTuple):
-    """A place in the tree: ``parent`` holds ``child`` under ``name``."""
-
-    parent: nn.Module
-    name: str
-    child: nn.Module
-
-
-def edges(parent: nn.Module) -> Iterator[Edge]:
-    """Yield all places under ``parent``; a module under two names comes twice."""
-    for name, child in parent._modules.items():
-        if child is not None:
-            yield Edge(parent, name, child)
-
-
 def children(parent: nn.Module) -> list[nn.Module]:
     """Return the distinct modules directly under ``parent``, from left to right."""
     # dict.fromkeys() removes duplicates and keeps the order, unlike a set.
-    return list(dict.fromkeys(edge.child for edge in edges(parent)))
+    found = dict.fromkeys(parent._modules.values())
+    return [child for child in found if child is not None]
 
 
 def modules(root: nn.Module) -> Iterable[nn.Module]:
@@ -141,18 +126,3 @@ def name_of(root: nn.Module, module: nn.Module) -> str:
         if each is module:
             return name
     raise KeyError(module)
-
-
-def subtree_numels(
-    root: nn.Module, left_out: Collection[int] = frozenset()
-) -> dict[nn.Module, int]:
-    """Return the elements of the distinct parameters in each module's subtree."""
-    held: dict[nn.Module, frozenset[nn.Parameter]] = {}
-    for module in post_order(root):
-        own = [p for p in own_parameters(module) if id(p) not in left_out]
-        # A set, because a parameter may lie in a subtree along several paths. Modules
-        # one inside the other share it, so that deep trees stay cheap.
-        carried = [held[child] for child in children(module)]
-        alone = len(carried) == 1 and not own
-        held[module] = carried[0] if alone else frozenset(own).union(*carried)
-    return {module: sum(p.numel() for p in held[module]) for module in held}

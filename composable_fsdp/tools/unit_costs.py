@@ -58,14 +58,16 @@ class UnitMemory:
         options = unit.options
         self.arena = options.arena
         self.reshards = unit.reshards and parent >= 0
-        self.full, self.wire = unit.full_bytes, unit.wire_bytes
+        self.full = unit.full_bytes
+        self.wire = sum(r.wire_nbytes for r in unit.regions)
         # Whether unsharding needs an all-gather.
         self.gathers = unit.shard_world_size > 1 and unit.full_bytes > 0
         # Temporaries of the encoding, or of a cast of offloaded shards. Regions are
         # encoded, or copied and cast, in turn; the device casts what was copied.
         self.scratch = max(
             (
-                r.wire_scratch + on_host * r.shard_numel * r.dtype.itemsize
+                (r.wire.scratch_nbytes(r.wire_layout, r.dtype) if r.wire else 0)
+                + on_host * r.shard_numel * r.dtype.itemsize
                 for r, d in unit.with_dtypes
                 if r.wire or d.compute != r.dtype
             ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -97,6 +98,8 @@ def _name(function: object) -> str | None:
     if function is None:
         return None
     # Names and not the functions, which are other objects on each rank.
+    if isinstance(function, partial):
+        function = function.func
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 

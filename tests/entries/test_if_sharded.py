@@ -92,7 +92,9 @@ SAME: dict[str, list[Make]] = {
 }
 OTHERS: dict[str, Make] = {
     "strategy=": lambda m: {"strategy": ShardingStrategy.SHARD_GRAD_OP},
-    "mixed_precision=": lambda m: {"mixed_precision": MixedPrecision(torch.float16)},
+    "mixed_precision.param_dtype=": lambda m: {
+        "mixed_precision": MixedPrecision(torch.float16)
+    },
     "cpu_offload=": lambda m: {"cpu_offload": CPUOffload(offload_params=True)},
     "backward_prefetch=": lambda m: {"backward_prefetch": None},
     "forward_prefetch=": lambda m: {"forward_prefetch": True},

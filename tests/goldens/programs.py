@@ -51,7 +51,7 @@ from composable_fsdp.features import (
     flat_parameters,
     register_comm_hook,
 )
-from composable_fsdp.features.comm_hooks.hooks import LowPrecisionState
+from composable_fsdp.features.comm_hooks import LowPrecisionState
 from tests.goldens.model import UNITS, Net, Trace, note, sines
 from tests.support.world import World
 

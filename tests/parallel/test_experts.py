@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, distribute_tensor
 
 from composable_fsdp import (
-    StateDictType,
     clip_grad_norm_,
     fully_shard,
     get_full_grad,
@@ -27,7 +26,6 @@ from composable_fsdp import (
     optim_state_dict,
     optim_state_dict_to_load,
     save,
-    set_state_dict_type,
 )
 from composable_fsdp.errors import (
     CheckpointError,
@@ -182,28 +180,6 @@ def test_training_and_state_are_those_of_the_plain_model(
     moments["state"]["layers.7.scale"] = {}
     text = message_of(partial(optim_state_dict_to_load, again, other, moments))
     assert "left over ['layers.7.scale']. Load it into" in text
-
-
-@on_ranks(4)
-def test_dcp_goes_to_any_mesh(world: World, tmp_path: Path) -> None:
-    """Each rank writes its rectangle; the checkpoint has all experts."""
-    model, plain = pair(SHARED, world)
-    train(model, plain, world, steps=1)
-    set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-    _dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
-
-    alone, (other, _) = SHARED.plain(), pair(replace(SHARED, ep=4), world)
-    set_state_dict_type(other, StateDictType.SHARDED_STATE_DICT)
-    for target in (alone, other):
-        for parameter in target.parameters():
-            parameter.data.zero_()
-        state = target.state_dict()
-        _dcp.load({"model": state}, checkpoint_id=tmp_path)
-        target.load_state_dict(state)
-
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(alone.state_dict()[name], value)
-    require_equal(other, plain)
 
 
 @pytest.mark.req("M-02")

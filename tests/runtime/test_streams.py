@@ -36,7 +36,7 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.config import HYBRID as GRIDS
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.features import Arena, register_comm_hook
-from composable_fsdp.features.comm_hooks.hooks import (
+from composable_fsdp.features.comm_hooks import (
     DefaultState,
     LowPrecisionState,
     allreduce_hook,

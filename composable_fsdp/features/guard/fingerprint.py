@@ -16,7 +16,7 @@ from composable_fsdp.features.guard.compare import tag_of
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import slot_paths
 from composable_fsdp.naming import quoted
-from composable_fsdp.planning.options import UnitOptions, in_force, precision_fields
+from composable_fsdp.planning.options import UnitOptions, in_force
 from composable_fsdp.tree.changed_settings import (
     option_text,
     setting_values,
@@ -109,17 +109,15 @@ def _parameter_facts(
 def _options_of(options: UnitOptions) -> dict[str, str]:
     """Return the options that have an effect."""
     found = in_force(options)
-    del found["mixed_precision"], found["forward_prefetch"]  # told in detail elsewhere
-    precision = precision_fields(options).items()
-    found.update((f"mixed_precision.{name}", value) for name, value in precision)
+    del found["forward_prefetch"]  # told in detail elsewhere
     return {name: option_text(value) for name, value in found.items()}
 
 
-def _option_facts(options: Mapping[str, str], start: int = 0) -> tuple[Fact, ...]:
-    """Return facts of options by name, numbered from ``start``."""
+def _option_facts(options: Mapping[str, str]) -> tuple[Fact, ...]:
+    """Return facts of options by name."""
     return tuple(
         (_OPTION, number, f"the option {name}", value)
-        for number, (name, value) in enumerate(options.items(), start)
+        for number, (name, value) in enumerate(options.items())
     )
 
 

@@ -1,1 +1,0 @@
-"""Functions that replace the collectives of gradients, through ``ReduceRule.hook``."""

@@ -1,1 +1,0 @@
-"""Wire formats of all-gathers."""
