@@ -28,7 +28,7 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree import moments
 from composable_fsdp.tree.initial_weights import InitialWeights
-from composable_fsdp.tree.moments import PASSAGES, Observer
+from composable_fsdp.tree.moments import PASSAGES
 from composable_fsdp.tree.unit_settings import Precision, UnitSettings
 
 Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
@@ -81,7 +81,7 @@ class StepOrder:
     ) -> None:
         """Compare with the order log that backward has reached use ``index``.
 
-        Raises: DesyncError, as ``UseOrder.depart``.
+        Raises: DesyncError, as ``OrderLog.depart``.
         """
         log = handle.logs.backward
         if log is not None:
@@ -167,7 +167,8 @@ class RuntimeContext(Referable):
     """The running block of ``unshard_params``, or the sleep of the tree."""
     is_checked: bool = False
     """Whether the first forward has made its extra checks."""
-    observers: tuple[Observer, ...] = ()  # empty in steady steps
+    observers: tuple[Any, ...] = ()  # empty in steady steps
+    """Are told by ``iteration_begins`` and ``iteration_ends`` of outermost forwards."""
 
     def enter_backward_use(
         self,
@@ -177,8 +178,7 @@ class RuntimeContext(Referable):
     ) -> None:
         """Call ``log.depart`` for a use in backward.
 
-        Collective: none, as ``UseOrder.depart``.
-        Raises: DesyncError, as ``UseOrder.depart``.
+        Collective: none, as ``depart``. Raises: DesyncError, as ``depart``.
         """
         if log.is_open:
             # Computing the mode reads all units, so this is done once per round.
@@ -195,7 +195,8 @@ class RuntimeContext(Referable):
                 for s in states
             ]
             of = (syncs, units, self.changed_flags, groups)
-            return log.depart(use, backward_mode(forward, *of))
+            log.depart(use, backward_mode(forward, *of))
+            return
         structures = tuple([s.handle.layout.structure for s in states])
         log.depart(use, (forward, syncs, structures, self.changed_flags))
 
