@@ -5,6 +5,7 @@ Names, fields and field order follow torch's FSDP1, whose users this package ser
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -251,7 +252,8 @@ class MixedPrecision:
         output_dtype: dtype to which floating point outputs are cast; this field is
             FSDP2's. Default None: no cast.
 
-    Raises: TypeError, if a dtype is not a floating point dtype.
+    Raises: TypeError, if a dtype is not a floating point dtype; PlanError, if
+    ``FSDP_USE_FULL_PREC_IN_EVAL`` is "1" (of FSDP1; no equal here).
 
     >>> half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     >>> model = fully_shard(nn.Linear(4, 4), mixed_precision=half)
@@ -267,6 +269,13 @@ class MixedPrecision:
     output_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
+            raise PlanError(
+                "FSDP_USE_FULL_PREC_IN_EVAL=1 of FSDP1 has no equal here: a unit with "
+                "mixed_precision computes in its param_dtype, also in evaluation. "
+                "Unset it; for full precision evaluate a model that is sharded without "
+                "mixed_precision."
+            )
         # Options are compared and hashed, so a list or a set becomes a tuple.
         ignored = tuple(self._module_classes_to_ignore)
         # The dataclass is frozen: only object.__setattr__ can normalize a field here.

@@ -91,8 +91,7 @@ class UnshardedUnit:
         for parameters, name, sharded, _ in handle.swaps:
             parameters[name] = made[id(sharded)]
         # Modules inside the unit may be called on full parameters.
-        for hooks in handle.guards:
-            hooks.pop(part_guards.REFUSE, None)
+        part_guards.allow_part_calls(handle)
         residency.move(handle, residency.COPIES_SHOWN)
         self.versions = [*map(version_of, self.leaves)]
 

@@ -8,7 +8,7 @@ from itertools import chain
 from operator import attrgetter
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.flat import part_guards
@@ -252,17 +252,17 @@ def make_form(
     gathering = [r for r in layout.regions if r.full.is_own and r.layout.padded_numel]
     # The shard itself, if it has the compute dtype and is on the compute device. Else
     # it is first cast or copied into this rank's slice of ``full``, in place.
-    slices = [(r.shard, r.full.own_slice) for r in gathering]
-    inputs = [shard if own is None else own for shard, own in slices]
+    inputs = [_gathered_from(r) for r in gathering]
     fulls = [r.full.buffer for r in gathering]
     wires = [r.full.wire for r in gathering]
     outputs = fulls
     # The same list without wire formats: a full buffer that is replaced must be
     # replaced in both.
     if any(wires):
-        pairs = [*zip(wires, fulls, inputs, strict=True)]
-        outputs = [wire.buffer if wire else full for wire, full, _ in pairs]
-        inputs = [wire.own if wire else own for wire, _, own in pairs]
+        outputs = [
+            wire.buffer if wire else full
+            for wire, full in zip(wires, fulls, strict=True)
+        ]
         source = EncodedShards()
     elif source is None and layout.plan.piece_ranks and not layout.on_meta:
         source = Pieces(layout.plan, gathering)
@@ -276,6 +276,15 @@ def make_form(
         unreadable,
         source=source,
     )
+
+
+def _gathered_from(region: FlatParameter) -> Tensor:
+    """Return the input of the region's all-gather."""
+    full = region.full
+    # In place, as with a cast: the input is a slice of the output.
+    if full.wire is not None:
+        return full.wire.own
+    return region.shard if full.own_slice is None else full.own_slice
 
 
 def set_divisions(handle: FlatParamHandle) -> None:

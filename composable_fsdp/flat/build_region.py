@@ -12,6 +12,7 @@ from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import new_shard, shard_views, show_on_leaves
 from composable_fsdp.flat.param_form import NO_FORMS, Forms, plain_leaves
 from composable_fsdp.flat.region import (
+    FlatGradient,
     FlatParameter,
     FullBuffer,
     ReduceBuffer,
@@ -62,16 +63,18 @@ def build_region(
             forms=forms,
         )
         kind = TrainableRegion if layout.trainable else FlatParameter
+        unshown = bytes(len(leaves))
         region = kind(
             layout,
             leaves,
             shard,
             full,
-            rank=rank,
-            cuts=cuts,
-            device=device,
+            FlatGradient(dtypes.gradient, unshown, unshown),
+            rank,
+            cuts,
+            device,
             offload=offload,
-            gradient_dtype=dtypes.gradient,
+            graded=leaves,
             show=show_on_leaves,
         )
         if isinstance(region, TrainableRegion):

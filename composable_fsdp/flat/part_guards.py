@@ -87,6 +87,12 @@ def refuse_part_calls(handle: FlatParamHandle) -> None:
     deque(map(OrderedDict.move_to_end, tables, repeat(REFUSE), repeat(False)), 0)
 
 
+def allow_part_calls(handle: FlatParamHandle) -> None:
+    """Remove the refusal from the unit's parts, for a forward."""
+    # A user may have cleared the hooks of a module.
+    deque(map(OrderedDict.pop, handle.guards, repeat(REFUSE), repeat(None)), 0)
+
+
 def refuse_removals(handle: FlatParamHandle) -> None:
     """Refuse ``remove_weight_norm`` and its like, which compute with sharded rows."""
     for owner in handle.layout.owners:

@@ -12,6 +12,7 @@ A sum over ranks is divided by ``factor``, by default the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -53,70 +54,58 @@ def divisor_of(divisor: float, dtype: torch.dtype) -> Tensor | float:
         return torch.tensor(divisor, dtype=dtype, device="cpu")
 
 
-class ReduceRule:
-    """The settings of a unit's collectives; written by ``access.settings``."""
-
-    __slots__ = (
-        "after_sum",
-        "all_reduce",
-        "expert_ranks",
-        "factor",
-        "fill",
-        "flags",
-        "force_sum",
-        "group",
-        "hook",
-        "hook_state",
-        "keeps_empty",
-    )
-
-    def __init__(self) -> None:
-        self.factor: float | None = None
-        """Divisor of the sum over ranks. Default: None, the number of ranks."""
-        self.expert_ranks = 1
-        """Ranks whose tokens the unit's experts compute, and so whose losses are in
-        each rank's gradients before any sum. Default: 1, this rank's own."""
-        self.group: GroupRef | None = None
-        """The group of reduce-scatters. Default: None, the shard group."""
-        self.all_reduce = True
-        """Whether a reduction includes the all-reduce over the replicate group. If
-        False, the sums of the reduce-scatter wait in ``ReduceBuffer.partial``.
-        Default: True."""
-        self.fill_missing(fill=False)
-        self.hook: Callable[..., object] | None = None
-        """Communication hook of the user, which replaces the collectives. Default:
-        None."""
-        self.hook_state: Any = None
-        """First argument of ``hook``."""
-        self.keeps_empty = False
-        """Whether leaves without elements on this rank get an empty gradient, as FSDP2
-        gives, and not ``None``, as FSDP1 does. Default: False."""
-        self.force_sum = False
-        """Whether the collectives may only sum, also if the backend can average.
-        Default: False."""
-        self.after_sum: Callable[[torch.Tensor], None] | None = None
-        """Called with the sums of a region, before the division after the sum. Default:
-        None."""
-        # With the arguments of ``collectives``, so that a step only picks a function.
-
-    def fill_missing(self, *, fill: bool) -> None:
-        """Choose whether parameters without a gradient are reduced as zeros."""
-        self.fill = fill
-        """Whether every trainable parameter takes part in every reduction, with zeros
-        if a rank has no gradient (``features.unused.common_order``). Default: False."""
-        self.flags: Callable[[Any], Iterable[int]] = (
-            _requires_grad_flags if fill else _arrived_flags
-        )
-        """Returns per parameter of a region: 1 if a reduction gives the parameter a
-        gradient."""
-
-
 _arrived_flags: Callable[[Any], Iterable[int]] = attrgetter("reduce.arrived")
 
 
 def _requires_grad_flags(region: Any) -> list[bool]:
     """Return 1 for each parameter that was not frozen after the forward."""
     return [leaf.requires_grad for leaf in region.leaves]
+
+
+@dataclass(slots=True, eq=False)
+class ReduceRule:
+    """The settings of a unit's collectives; written by ``access.settings``."""
+
+    factor: float | None = None
+    """Divisor of the sum over ranks. Default: None, the number of ranks."""
+    expert_ranks: int = 1
+    """Ranks whose tokens the unit's experts compute, and so whose losses are in
+    each rank's gradients before any sum. Default: 1, this rank's own."""
+    group: GroupRef | None = None
+    """The group of reduce-scatters. Default: None, the shard group."""
+    all_reduce: bool = True
+    """Whether a reduction includes the all-reduce over the replicate group. If
+    False, the sums of the reduce-scatter wait in ``ReduceBuffer.partial``.
+    Default: True."""
+    fill: bool = False
+    """Whether every trainable parameter takes part in every reduction, with zeros
+    if a rank has no gradient (``features.unused.common_order``). Default: False."""
+    flags: Callable[[Any], Iterable[int]] = field(default=_arrived_flags)
+    """Returns per parameter of a region: 1 if a reduction gives the parameter a
+    gradient."""
+    hook: Callable[..., object] | None = None
+    """Communication hook of the user, which replaces the collectives. Default:
+    None."""
+    hook_state: Any = None
+    """First argument of ``hook``."""
+    keeps_empty: bool = False
+    """Whether leaves without elements on this rank get an empty gradient, as FSDP2
+    gives, and not ``None``, as FSDP1 does. Default: False."""
+    force_sum: bool = False
+    """Whether the collectives may only sum, also if the backend can average.
+    Default: False."""
+    after_sum: Callable[[torch.Tensor], None] | None = None
+    """Called with the sums of a region, before the division after the sum. Default:
+    None."""
+    # With the arguments of ``collectives``, so that a step only picks a function.
+    all_gather: Callable[..., Any] | None = None
+    """Stands in for ``collectives.all_gather_flat`` in the step. Default: None."""
+    reduce_scatter: Callable[..., Any] | None = None
+    """Stands in for ``collectives.reduce_scatter_flat``. Default: None."""
+
+    def fill_missing(self, *, fill: bool) -> None:
+        """Choose whether parameters without a gradient are reduced as zeros."""
+        self.fill, self.flags = fill, _requires_grad_flags if fill else _arrived_flags
 
 
 def split_factor(factor: float) -> tuple[float, float]:

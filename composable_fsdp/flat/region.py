@@ -15,7 +15,7 @@ The views of ``shard``, ``full`` and ``reduce`` are created once, at build. The 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -112,70 +112,48 @@ class ReduceBuffer:
     """Output of a reduction that cannot write into the flat gradient."""
 
 
-class FlatParameter:
+class Referable:
+    """A base for dataclasses with slots, of which weak references are made."""
+
+    # Before Python 3.11 a dataclass makes no such slot by itself.
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class FlatParameter(Referable):
     """A region at run time. Created by ``build_region``."""
 
-    __slots__ = (
-        "__weakref__",
-        "cuts",
-        "device",
-        "flat",
-        "full",
-        "graded",
-        "holders",
-        "gradient",
-        "host_copies",
-        "layout",
-        "leaves",
-        "offload",
-        "rank",
-        "shard",
-        "show",
-    )
+    layout: RegionLayout
+    leaves: tuple[nn.Parameter, ...]
+    """The sharded leaves: the original parameters, in memory order."""
+    shard: Tensor
+    full: FullBuffer
+    gradient: FlatGradient
+    rank: int
+    """This rank's index in the shard group."""
+    cuts: ShardCuts
+    """How ``shard`` and the flat gradient are cut into parts and padding."""
+    device: torch.device
+    """The device of the full buffer and the reduce buffer."""
+    offload: bool
+    """Whether ``shard`` and the flat gradient are in host memory."""
+    graded: tuple[nn.Parameter, ...]
+    """The leaves, and ``flat`` if set: ``.grad`` may show the flat gradient."""
+    show: Callable[[Any, Tensor | None, bytes], list[nn.Parameter]]
+    """Gives reduced gradients to the leaves (``gradients.show_on_leaves``) or to
+    ``flat`` (``gradients.show_on_flat``)."""
+    flat: nn.Parameter | None = None
+    """``shard`` as a single parameter (``flat_parameter``), whose ``.grad`` is the
+    flat gradient; the leaves have no ``.grad`` then."""
+    host_copies: list[tuple[Tensor | None, bytes, bool]] = field(default_factory=list)
+    """Offloaded units only: sums that are being copied to the host (None: into the
+    flat gradient); per parameter, 1 if it shows them; and whether they are new."""
+    holders: tuple[nn.Parameter, ...] = field(init=False)
+    """Those of ``graded`` with elements on this rank."""
 
-    def __init__(
-        self,
-        layout: RegionLayout,
-        leaves: tuple[nn.Parameter, ...],
-        shard: Tensor,
-        full: FullBuffer,
-        *,
-        rank: int,
-        cuts: ShardCuts,
-        device: torch.device,
-        offload: bool,
-        gradient_dtype: torch.dtype,
-        show: Callable[[Any, Tensor | None, bytes], list[nn.Parameter]],
-    ) -> None:
-        self.layout = layout
-        self.rank = rank
-        """This rank's index in the shard group."""
-        self.cuts = cuts
-        """How ``shard`` and the flat gradient are cut into parts and padding."""
-        self.device = device
-        """The device of the full buffer and the reduce buffer."""
-        self.offload = offload
-        """Whether ``shard`` and the flat gradient are in host memory."""
-        self.shard = shard
-        self.full = full
-        self.leaves = leaves
-        """The sharded leaves: the original parameters, in memory order."""
-        unshown = bytes(len(leaves))
-        self.gradient = FlatGradient(gradient_dtype, unshown, unshown)
-        self.flat: nn.Parameter | None = None
-        """``shard`` as a single parameter (``flat_parameter``), whose ``.grad`` is the
-        flat gradient; the leaves have no ``.grad`` then."""
-        self.graded: tuple[nn.Parameter, ...] = leaves
-        """The leaves, and ``flat`` if set: ``.grad`` may show the flat gradient."""
-        held = zip(leaves, cuts.places, strict=True)
+    def __post_init__(self) -> None:
+        held = zip(self.leaves, self.cuts.places, strict=True)
         self.holders = tuple([leaf for leaf, place in held if place is not None])
-        """Those of ``graded`` with elements on this rank."""
-        self.show = show
-        """Gives reduced gradients to the leaves (``gradients.show_on_leaves``) or to
-        ``flat`` (``gradients.show_on_flat``)."""
-        self.host_copies: list[tuple[Tensor | None, bytes, bool]] = []
-        """Offloaded units only: sums that are being copied to the host (None: into the
-        flat gradient); per parameter, 1 if it shows them; and whether they are new."""
 
     @property
     def absent(self) -> tuple[int, ...]:
@@ -196,12 +174,11 @@ class FlatParameter:
         )
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class TrainableRegion(FlatParameter):
     """A region whose parameters get gradients."""
 
-    __slots__ = ("reduce",)
-
-    reduce: ReduceBuffer
+    reduce: ReduceBuffer = field(init=False)
 
 
 def part_of(

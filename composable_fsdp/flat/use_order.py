@@ -9,35 +9,12 @@ round.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-
-class UseOrder(Protocol):
-    """The order of uses in forward or in backward."""
-
-    expected: Sequence[object]
-    """The recorded uses of this round, then ``None``."""
-    position: int
-    """Index of the next use in ``expected``."""
-    number: int
-    """Of the order among those over its group, equal on all ranks."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a round is in progress."""
-
-    def depart(self, use: object, mode: Hashable) -> None:
-        """Record a use that is not the expected one, before its collective.
-
-        Raises: DesyncError, if another rank does something else.
-        """
-
-    def end(self) -> None:
-        """End the round, if one is in progress. Raises: DesyncError, as ``depart``."""
-
-    def drop(self) -> None:
-        """Abandon the round in progress, if any."""
+UseOrder = Any
+"""A ``features.guard.order_log.OrderLog``, of which the core uses ``expected``, the
+recorded uses of this round, ``position``, the index of the next, ``is_open``,
+``depart``, ``end`` and ``drop``."""
 
 
 class UnitLogs(NamedTuple):

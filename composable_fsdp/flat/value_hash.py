@@ -14,6 +14,7 @@ from functools import lru_cache, reduce
 from operator import attrgetter, or_
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # ``torch.cat`` of views in a single call; private, checked on torch 2.13.
@@ -126,16 +127,12 @@ def _mix(words: Tensor) -> Tensor:
 
 
 def _sums(words: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of each row of ``words``; the last row may be short."""
+    """Return the weighted sum of each row of ``words``; the last row is filled up."""
     mixed = _mix(words)
-    whole = words.numel() // _ROW * _ROW
-    rows, rest = mixed[:whole].view(-1, _ROW), mixed[whole:]
+    if short := -mixed.numel() % _ROW:
+        mixed = F.pad(mixed, (0, short))
     # Overflow is meant: sums and products are modulo 2**64 on all devices.
-    rows *= weights
-    if not rest.numel():
-        return rows.sum(1)
-    rest *= weights[: rest.numel()]
-    return torch.cat([rows.sum(1), rest.sum(0, keepdim=True)])
+    return mixed.view(-1, _ROW).mul_(weights).sum(1)
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
@@ -110,14 +109,6 @@ class UnitOptions:
             self._require_wire(self.wire)
         if self.arena is not None:
             self._require_arena(self.arena)
-        mixed = self.mixed_precision is not None
-        if mixed and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
-            raise PlanError(
-                "FSDP_USE_FULL_PREC_IN_EVAL=1 of FSDP1 has no equal here: a unit with "
-                "mixed_precision computes in its param_dtype, also in evaluation. "
-                "Unset it; for full precision evaluate a model that is sharded without "
-                "mixed_precision."
-            )
         if self.check_weights not in CHECKS:
             raise PlanError(
                 f"check_weights expects {', '.join(map(repr, CHECKS[:-1]))} or "

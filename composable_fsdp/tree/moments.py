@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 from torch import nn
@@ -66,13 +66,3 @@ copy_state: Callable[[Any, dict[int, Any]], Any]
 """Returns the state of a copied unit, for ``copy.deepcopy``: the state, the memo."""
 reduce_by_hook: Callable[[Any], None]
 """Has the communication hook of the user reduce every region of a handle."""
-
-
-class Observer(Protocol):
-    """Watches the outermost forwards of a tree, as ``RuntimeContext.observers``."""
-
-    def iteration_begins(self) -> None:
-        """Called when a forward begins."""
-
-    def iteration_ends(self) -> None:
-        """Called when a forward has ended or raised."""

@@ -6,6 +6,7 @@ users can call ``fully_shard`` on the modules in any number of calls before.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import cast
@@ -66,7 +67,7 @@ def _initialise(top: _FSDPState) -> None:
     # to this state, weak ones included, stays good.
     top.__class__ = _RootFSDPState
     root = cast("_RootFSDPState", top)
-    context = RuntimeContext(root, root.device)
+    context = RuntimeContext(weakref.ref(root), make_streams(root.device))
     for fqn, _, state in found:
         state._is_root = state is root
         state.fqn = state.handle.full_fqn = fqn

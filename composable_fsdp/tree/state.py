@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -22,12 +22,13 @@ from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.errors import NotRootError, PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.region import Referable
 from composable_fsdp.flat.use_order import UseOrder
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree import moments
 from composable_fsdp.tree.initial_weights import InitialWeights
-from composable_fsdp.tree.moments import PASSAGES, Observer
+from composable_fsdp.tree.moments import PASSAGES
 from composable_fsdp.tree.unit_settings import Precision, UnitSettings
 
 Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
@@ -80,7 +81,7 @@ class StepOrder:
     ) -> None:
         """Compare with the order log that backward has reached use ``index``.
 
-        Raises: DesyncError, as ``UseOrder.depart``.
+        Raises: DesyncError, as ``OrderLog.depart``.
         """
         log = handle.logs.backward
         if log is not None:
@@ -105,81 +106,67 @@ class StepOrder:
         raise NotImplementedError
 
 
-class RuntimeContext:
+class MarkedUnits(NamedTuple):
+    """The units of a tree that need rare work; replaced by lazy initialization."""
+
+    lists: tuple[_FSDPState, ...] = ()
+    """Units that consist of several modules."""
+    precisions: tuple[_FSDPState, ...] = ()
+    """Units whose buffers are cast."""
+    offload: bool = False
+    """Whether any unit keeps its shards in host memory."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class RuntimeContext(Referable):
     """The runtime objects that all units below a root share."""
 
-    __slots__ = (
-        "__weakref__",
-        "backward_logs",
-        "changed_flags",
-        "dead",
-        "filling",
-        "forward_logs",
-        "frame",
-        "handles",
-        "is_checked",
-        "marked",
-        "observers",
-        "entered",
-        "prefetched",
-        "reducing",
-        "all_reducing",
-        "retiring",
-        "root",
-        "streams",
-        "summoned",
-        "order",
-        "tasks",
-    )
-
-    def __init__(self, root: _RootFSDPState, device: torch.device) -> None:
-        # Weak: no garbage collection should be needed to free a model.
-        self.root = weakref.ref(root)
-        self.handles: tuple[FlatParamHandle, ...] = ()
-        """Handles of all units, in ``.modules()`` order."""
-        self.marked = MarkedUnits()
-        """The units that need rare work, so that a step does not visit all units."""
-        self.changed_flags: tuple[tuple[str, bool | None], ...] = ()
-        """Names of parameters that were frozen or unfrozen since ``fully_shard``, and
-        whether they train; settings that were changed, in words, and None."""
-        """Parameters and settings that were changed since; part of a forward's mode."""
-        self.forward_logs: tuple[UseOrder, ...] = ()
-        """Order logs of all-gathers in forward."""
-        self.backward_logs: tuple[UseOrder, ...] = ()
-        """Order logs of all-gathers and reductions in backward."""
-        self.prefetched: list[FlatParamHandle] = []
-        """Prefetched in this forward; resharded at its end if unused."""
-        self.streams = Streams(device)
-        """The side streams; a null object on CPU."""
-        # Replaced, and not cleared, when an iteration begins: hooks in the autograd
-        # graph still refer to the order of their own forward.
-        self.order = StepOrder()
-        """The order of the current or the latest forward."""
-        self.entered: _FSDPState | None = None
-        """The unit whose forward began the iteration, while that forward runs."""
-        # A KeyboardInterrupt runs no forward hook and leaves ``entered`` set: then
-        # the frame is no longer on the stack (``recover.is_live``).
-        self.frame: FrameType | None = None
-        """Stack frame of the module call that began the iteration, while it runs."""
-        self.dead: set[int] = set()
-        """Graph tasks that raised and are still in ``tasks``."""
-        self.tasks: dict[int, list[_FSDPState]] = {}
-        """Per live graph task: the units whose backward runs, in order of arrival."""
-        # Their reductions that no gradient triggers are sent at the end of backward, or
-        # by the backward of an earlier forward.
-        self.filling: list[StepOrder] = []
-        """Forwards with ``common_order.CommonOrder`` whose backward is running."""
-        self.retiring: deque[FlatParamHandle] = deque()
-        """Resharded units whose ``full`` the GPU may still read, oldest first."""
-        self.all_reducing: Reduction | None = None
-        """CUDA only: the reduction before, whose all-reduce is in flight."""
-        self.reducing: Reduction | None = None
-        """The reduction that was issued last and is not finished."""
-        self.summoned: Summon | None = None
-        """The running block of ``unshard_params``, or the sleep of the tree."""
-        self.is_checked = False
-        """Whether the first forward has made its extra checks."""
-        self.observers: tuple[Observer, ...] = ()  # empty in steady steps
+    # Weak: no garbage collection should be needed to free a model.
+    root: weakref.ref[_RootFSDPState]
+    streams: Streams
+    """The side streams; a null object on CPU."""
+    handles: tuple[FlatParamHandle, ...] = ()
+    """Handles of all units, in ``.modules()`` order."""
+    marked: MarkedUnits = field(default_factory=MarkedUnits)
+    """The units that need rare work, so that a step does not visit all units."""
+    changed_flags: tuple[tuple[str, bool | None], ...] = ()
+    """Parameters and settings that were changed since; part of a forward's mode."""
+    forward_logs: tuple[UseOrder, ...] = ()
+    """Order logs of all-gathers in forward."""
+    backward_logs: tuple[UseOrder, ...] = ()
+    """Order logs of all-gathers and reductions in backward."""
+    prefetched: list[FlatParamHandle] = field(default_factory=list)
+    """Prefetched in this forward; resharded at its end if unused."""
+    # Replaced, and not cleared, when an iteration begins: hooks in the autograd
+    # graph still refer to the order of their own forward.
+    order: StepOrder = field(default_factory=StepOrder)
+    """The order of the current or the latest forward."""
+    entered: _FSDPState | None = None
+    """The unit whose forward began the iteration, while that forward runs."""
+    # A KeyboardInterrupt runs no forward hook and leaves ``entered`` set: then
+    # the frame is no longer on the stack (``recover.is_live``).
+    frame: FrameType | None = None
+    """Stack frame of the module call that began the iteration, while it runs."""
+    dead: set[int] = field(default_factory=set)
+    """Graph tasks that raised and are still in ``tasks``."""
+    tasks: dict[int, list[_FSDPState]] = field(default_factory=dict)
+    """Per live graph task: the units whose backward runs, in order of arrival."""
+    # Their reductions that no gradient triggers are sent at the end of backward, or
+    # by the backward of an earlier forward.
+    filling: list[StepOrder] = field(default_factory=list)
+    """Forwards with ``common_order.CommonOrder`` whose backward is running."""
+    retiring: deque[FlatParamHandle] = field(default_factory=deque)
+    """Resharded units whose ``full`` the GPU may still read, oldest first."""
+    all_reducing: Reduction | None = None
+    """CUDA only: the reduction before, whose all-reduce is in flight."""
+    reducing: Reduction | None = None
+    """The reduction that was issued last and is not finished."""
+    summoned: Summon | None = None
+    """The running block of ``unshard_params``, or the sleep of the tree."""
+    is_checked: bool = False
+    """Whether the first forward has made its extra checks."""
+    observers: tuple[Any, ...] = ()  # empty in steady steps
+    """Are told by ``iteration_begins`` and ``iteration_ends`` of outermost forwards."""
 
     def enter_backward_use(
         self,
@@ -189,8 +176,7 @@ class RuntimeContext:
     ) -> None:
         """Call ``log.depart`` for a use in backward.
 
-        Collective: none, as ``UseOrder.depart``.
-        Raises: DesyncError, as ``UseOrder.depart``.
+        Collective: none, as ``depart``. Raises: DesyncError, as ``depart``.
         """
         if log.is_open:
             # Computing the mode reads all units, so this is done once per round.
@@ -202,17 +188,6 @@ class RuntimeContext:
         syncs = tuple([state.settings.sync_gradients for state in states])
         structures = tuple([s.handle.layout.structure for s in states])
         log.depart(use, (forward, syncs, structures, self.changed_flags))
-
-
-class MarkedUnits(NamedTuple):
-    """The units of a tree that need rare work; replaced by lazy initialization."""
-
-    lists: tuple[_FSDPState, ...] = ()
-    """Units that consist of several modules."""
-    precisions: tuple[_FSDPState, ...] = ()
-    """Units whose buffers are cast."""
-    offload: bool = False
-    """Whether any unit keeps its shards in host memory."""
 
 
 class Summon(NamedTuple):
@@ -262,50 +237,43 @@ class Reduction:
     ``ReduceBuffer.partial``."""
 
 
-class _FSDPState:
+@dataclass(slots=True, eq=False, repr=False)
+class _FSDPState(Referable):
     """The state of a unit. Attached to the unit's modules by ``fully_shard``."""
 
-    __slots__ = (
-        "__weakref__",
-        "_is_root",
-        "_parent",
-        "_root_states",
-        "ahead_in_backward",
-        "ahead_in_forward",
-        "context",
-        "fqn",
-        "handle",
-        "initial",
-        "modules",
-        "options",
-        "passage",
-        "precision",
-        "ranks",
-        "remaining",
-        "searches",
-        "settings",
-    )
-
-    def __init__(self) -> None:
-        self.fqn = ""
-        """FQN of the unit's module; from the root after lazy initialization."""
-        self.modules: tuple[nn.Module, ...] = ()
-        """The unit's modules: a single module, or the list given to ``fully_shard``."""
-        self._is_root: bool | None = None
-        # A unit must not keep the modules above alive.
-        self._parent: weakref.ref[_FSDPState] | None = None
-        """Weak reference to the nearest unit above."""
-        self._root_states: tuple[_FSDPState, ...] = ()
-        """Cache of all states of the tree; filled on the root only."""
-        self.context: RuntimeContext | None = None
-        """The objects that the tree shares; ``None`` until lazy initialization."""
-        # Of a copied unit empty again.
-        self.ahead_in_forward: tuple[_FSDPState, ...] = ()
-        """Units to prefetch in forward. Empty: the next unit by the forward log."""
-        self.ahead_in_backward: tuple[_FSDPState, ...] = ()
-        """Units to prefetch in backward. Empty: the unit used before in forward."""
-        self.remaining: frozenset[int] = frozenset()
-        """Of a unit of several modules: ids of those still to run in this forward."""
+    fqn: str = ""
+    """FQN of the unit's module; from the root after lazy initialization."""
+    modules: tuple[nn.Module, ...] = ()
+    """The unit's modules: a single module, or the list given to ``fully_shard``."""
+    _is_root: bool | None = None
+    # A unit must not keep the modules above alive.
+    _parent: weakref.ref[_FSDPState] | None = None
+    """Weak reference to the nearest unit above."""
+    _root_states: tuple[_FSDPState, ...] = ()
+    """Cache of all states of the tree; filled on the root only."""
+    context: RuntimeContext | None = None
+    """The objects that the tree shares; ``None`` until lazy initialization."""
+    # Of a copied unit empty again.
+    ahead_in_forward: tuple[_FSDPState, ...] = ()
+    """Units to prefetch in forward. Empty: the next unit by the forward log."""
+    ahead_in_backward: tuple[_FSDPState, ...] = ()
+    """Units to prefetch in backward. Empty: the unit used before in forward."""
+    remaining: frozenset[int] = frozenset()
+    """Of a unit of several modules: ids of those still to run in this forward."""
+    # Set by ``fill``.
+    handle: FlatParamHandle = field(init=False)
+    options: UnitOptions = field(init=False)
+    settings: UnitSettings = field(init=False)
+    precision: Precision | None = field(init=False)
+    """Casts of inputs, outputs and buffers; ``None`` without casts."""
+    ranks: RankLayout = field(init=False)
+    """The ranks that the caller of ``fully_shard`` chose."""
+    initial: InitialWeights = field(init=False)
+    """The values that ``fully_shard`` was given, to be compared over ranks."""
+    passage: Any = field(init=False)
+    """How values enter and leave forwards (``runtime.forward.Passage``)."""
+    searches: Any = field(init=False)
+    """What the first forwards have found, for the passage."""
 
     def fill(
         self,
@@ -322,16 +290,9 @@ class _FSDPState:
         """Make this state the state of a unit."""
         self.fqn, self.modules = fqn, modules
         self.handle, self.options, self.settings = handle, options, settings
-        self.precision = precision
-        """Casts of inputs, outputs and buffers; ``None`` without casts."""
-        self.ranks = ranks
-        """The ranks that the caller of ``fully_shard`` chose."""
-        self.initial = initial
-        """The values that ``fully_shard`` was given, to be compared over ranks."""
+        self.precision, self.ranks, self.initial = precision, ranks, initial
         self.passage = PASSAGES["first"]
-        """How values enter and leave forwards (``runtime.forward.Passage``)."""
         self.searches = PASSAGES["searches"](modules)
-        """What the first forwards have found, for the passage."""
 
     @property
     def device(self) -> torch.device:

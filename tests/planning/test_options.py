@@ -80,4 +80,4 @@ def test_full_precision_in_evaluation_is_refused(
     """FSDP1's variable would change numbers, and nobody would see that it does not."""
     monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
     with pytest.raises(PlanError, match="FSDP_USE_FULL_PREC_IN_EVAL=1 of FSDP1 has no"):
-        UnitOptions(mixed_precision=MixedPrecision(torch.bfloat16))
+        MixedPrecision(torch.bfloat16)

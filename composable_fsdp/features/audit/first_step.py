@@ -43,7 +43,6 @@ from composable_fsdp.flat.param_ref import param_path
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.step_checks import cut_leaf, flat_name, handles_of
 from composable_fsdp.optim.step_hooks import install_step_hooks
-from composable_fsdp.tree.moments import Observer
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _ACTIONS = get_args(Report)
@@ -85,8 +84,7 @@ def audit(module: nn.Module, action: Report = "warn") -> None:
             each.end(context)
         _nodes.pop(context, None)
         begin_audit(context)
-        observers: tuple[Observer, ...] = context.observers
-        for observer in observers:
+        for observer in context.observers:
             observer.iteration_ends()
     # Optimizers that have stepped are looked at again.
     install_step_hooks()
