@@ -31,9 +31,11 @@ _WHOLE = (
     "themselves in each step; leave LocalSGD out."
 )
 _REFUSED = "DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"
-_PLACES = (
+_OF_TORCH = (
     ("torch.nn.parallel", ("DistributedDataParallel",), "__init__", _DDP),
     ("torch.nn.parallel", ("DataParallel",), "__init__", _DP),
+)
+_PLACES = (
     # The Trainer, in both distributions; the module is an attribute of the strategy.
     ("lightning.pytorch.strategies", _REFUSED, "setup", _LIGHTNING),
     ("pytorch_lightning.strategies", _REFUSED, "setup", _LIGHTNING),
@@ -48,7 +50,8 @@ _guarded: set[type] = set()
 
 def guard_wrappers() -> None:
     """Guard DDP, DataParallel, and what is imported of Lightning and accelerate."""
-    for place, names, method, way_out in _PLACES:
+    # Each application looks again for a library that was imported since.
+    for place, names, method, way_out in (*(() if _guarded else _OF_TORCH), *_PLACES):
         # A look-up and no import: sharding must work without the library.
         home = sys.modules.get(place)
         for name in names if home is not None else ():
