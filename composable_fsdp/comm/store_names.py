@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from secrets import token_hex
 from threading import Lock
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from composable_fsdp.errors import CollectiveError, DesyncError
+from composable_fsdp.errors import DesyncError
 from composable_fsdp.naming import ranks_text
 
 _MOST_VISITS = 4096
@@ -44,35 +44,11 @@ def pauses(ranks: int) -> Iterator[float]:
         pause = min(2 * pause, longest)
 
 
-class _NamedErrors:
-    """The store of the default group; says what it means that its host is gone."""
-
-    __slots__ = ("_store",)
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._store, name)
-
-        def call(*args: Any) -> Any:
-            try:
-                return method(*args)
-            except (dist.DistNetworkError, ConnectionError) as error:
-                raise CollectiveError(
-                    "The key-value store of the process groups cannot be reached: the "
-                    f"process that hosts it (torchrun, or rank 0) has ended ({error}). "
-                    "Look first at its output, and start the program again."
-                ) from error
-
-        return call
-
-
 def default_store() -> Any:
     """Return the store that the default group was created with; do not keep it."""
     # Never cached: a reference would keep the threads of the store alive after
     # ``destroy_process_group``.
-    return _NamedErrors(distributed_c10d._get_default_store())
+    return distributed_c10d._get_default_store()
 
 
 class AgreedName:

@@ -134,12 +134,6 @@ def param_ref(handle: FlatParamHandle, index: int) -> ParamRef:
     raise AssertionError(f"unit {handle.name} has no leaf {index}")
 
 
-def first_sharded(module: nn.Module) -> str | None:
-    """Return the name of the first parameter of ``module`` that a unit holds."""
-    held = (name for name, p in module.named_parameters() if find_leaf(p) is not None)
-    return next(held, None)
-
-
 def find_param(parameter: object) -> ParamRef | None:
     """Return the reference to a sharded parameter; ``None`` for other objects."""
     found = find_leaf(parameter)

@@ -239,7 +239,7 @@ def test_wrong_arguments_are_refused(world: World) -> None:
     fewer = slice(world.rank, None)
     ask = partial(map_on_owners, parameters[fewer], values[fewer], lambda w, _: w)
     text = message_of(ask)
-    assert text.startswith("DesyncError: Ranks make different calls"), text
+    assert text.startswith("DesyncError: Ranks disagree: "), text
 
 
 @on_ranks(2)

@@ -361,8 +361,8 @@ def test_a_state_dict_on_one_rank_alone_is_an_error_that_says_so(
         ranks(2).run(first_rank_alone, timeout=20, patience=10)
 
     text = str(caught.value)
-    assert "DesyncError: state_dict() of TinyGPT was called on this rank" in text
-    assert "rank 1 did not come within 0.2 s" in text
+    assert "DesyncError: This rank is in state_dict() of TinyGPT. " in text
+    assert "Rank 1 did not come within 0.2 s" in text
     assert "call state_dict() on every rank" in text
 
 

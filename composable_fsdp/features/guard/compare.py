@@ -21,34 +21,24 @@ from composable_fsdp.naming import by_value, ranks_text
 
 V = TypeVar("V")
 
-SAME_CALLS = "Make the same calls in the same order on every rank."
+SAME_CALLS = (
+    "Make the same calls in the same order, with equal arguments, on every rank."
+)
 
 
 class Announcement(NamedTuple):
     """What a rank comes to a meeting with."""
 
-    does: str  # for the error of ranks that do something else
+    does: str  # a predicate, for the error of ranks that do something else
     way_out: str  # the last sentences of an error
     place: tuple[str, ...] = ()  # in the order of units; empty for a call of the user
     facts: object = None  # what is compared besides the place; ``does`` if None
 
-    @property
-    def is_in(self) -> str:
-        """What the rank does while it waits."""
-        return self.does if self.place else self.does.replace("calls", "is in", 1)
-
     def alone(self, why: str) -> DesyncError:
         """Return the error of this rank, which gives up because of ``why``."""
-        why = why.rstrip(".")
-        names_all = "never meet" in why  # the calls, and a way out of its own
-        ends = f"{why}." if names_all else f"{why}. {self.way_out}"
-        if self.place:
-            opening = f"In {self.place[0]}, this rank {self.does}."
-            ends = f"{opening} {ends[:1].upper()}{ends[1:]}"
-        elif not names_all:
-            did = self.does.removeprefix("calls ")
-            ends = f"{did} was called on this rank, and {ends}"
-        return DesyncError(ends)
+        opening = f"In {self.place[0]}, this" if self.place else "This"
+        why = f"{why[:1].upper()}{why[1:].rstrip('.')}"
+        return DesyncError(f"{opening} rank {self.does}. {why}. {self.way_out}")
 
 
 def tag_of(facts: object) -> int:
@@ -98,8 +88,8 @@ def ranks_by_value(values: Mapping[int, V]) -> dict[V, list[int]]:
 def who_does(texts: Mapping[int, str]) -> str:
     """Return which ranks do what, in words.
 
-    >>> who_does({0: "calls save()", 1: "calls load()", 2: "calls load()"})
-    'rank 0 calls save(); each of ranks 1-2 calls load()'
+    >>> who_does({0: "is in save()", 1: "is in load()", 2: "is in load()"})
+    'rank 0 is in save(); each of ranks 1-2 is in load()'
     """
     return "; ".join(
         f"{'each of ' if len(ranks) > 1 else ''}{ranks_text(ranks)} {text}"
@@ -111,22 +101,19 @@ def disagreement(
     told: Mapping[int, str], places: Mapping[int, tuple[str, ...]], way_out: str
 ) -> str:
     """Return the error of ranks that do different things, at the same place or not."""
-    if len(set(places.values())) == 1 and (place := next(iter(places.values()))):
-        return f"Ranks disagree in {place[0]}: {who_does(told)}. {way_out}"
-    where = {rank: " in " + " of ".join(each) for rank, each in places.items() if each}
-    told = {rank: text + where.get(rank, "") for rank, text in told.items()}
-    return (
-        f"Ranks make different calls, and each needs all ranks: {who_does(told)}. "
-        "Nothing was sent, and no value was changed. Make the same calls in the same "
-        "order, with equal arguments, on every rank."
-    )
+    common = len(set(places.values())) == 1 and next(iter(places.values()))
+    if not common:
+        where = {r: " in " + " of ".join(each) for r, each in places.items() if each}
+        told = {rank: text + where.get(rank, "") for rank, text in told.items()}
+    at = f" in {common[0]}" if common else ""
+    return f"Ranks disagree{at}: {who_does(told)}. {way_out if common else SAME_CALLS}"
 
 
-def never_meet(predicates: Mapping[int, str], advice: str = "") -> str:
-    """Return the error of ranks that wait for each other; ``advice``: the way out.
+def never_meet(predicates: Mapping[int, str]) -> str:
+    """Return what ranks that wait for each other do.
 
     >>> never_meet({1: "is in save()", 0: "is in the all-gather of blocks.3"})[:69]
     'Rank 0 is in the all-gather of blocks.3; rank 1 is in save(). They wi'
     """
     told = who_does(predicates)
-    return f"{told[:1].upper()}{told[1:]}. They will never meet. {advice or SAME_CALLS}"
+    return f"{told[:1].upper()}{told[1:]}. They will never meet."

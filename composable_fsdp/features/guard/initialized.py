@@ -57,11 +57,12 @@ def require_initialized(context: RuntimeContext) -> None:
 def starts(
     top: _FSDPState, units: Iterable[_FSDPState]
 ) -> Iterator[tuple[int, ParamRef]]:
-    """Yield the starts of parameters of ``units`` written to since ``fully_shard``."""
+    """Yield the starts of shards of ``units`` written to since ``fully_shard``."""
     changed = {
         each.handle
         for each in units
-        if not -1 < each.handle.writes.at_build == written(each.handle.layout)
+        if each.handle.groups.shard is not None
+        and not -1 < each.handle.writes.at_build == written(each.handle.layout)
     }
     # An initialiser draws in this order, whatever the order in the flat buffer.
     for module in top.modules if changed else ():

@@ -88,13 +88,10 @@ class Order:
 
     def told(self) -> list[object]:
         """Return the history in the form in which ranks compare it."""
-        # By the latest: after a difference the numbers of events rarely agree.
+        # The latest are enough: after a difference the numbers of events rarely agree.
         numbers: dict[int, int] = {}
-        latest = self.events[-64:]
-        text = [numbers.setdefault(id(e), len(numbers)) for e in latest]
-        distinct = {id(e): e for e in latest}.values()
-        shown = (e.story if isinstance(e, Call) else e[0] for e in distinct)  # type: ignore[index]  # rounds are tuples
-        return [self.at, len(self.events), text, *shown]
+        latest = [numbers.setdefault(id(e), len(numbers)) for e in self.events[-64:]]
+        return [self.at, len(self.events), *latest]
 
 
 _orders: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], Order]] = (
@@ -129,14 +126,14 @@ def meet_in_store(
 
 def announce(group: dist.ProcessGroup, call: Call) -> None:
     """Wait for equal calls of all ranks; the order of calls does not have it."""
-    announced = Announcement(f"calls {call.story}", call.way_out)
+    announced = Announcement(f"is in {call.story}", call.way_out)
     meet_ranks(group, announced, order_over([group]))
 
 
 def meet_ranks(group: dist.ProcessGroup, announced: Announcement, order: Order) -> None:
     """Meet all ranks of the group in the store. Raises: DesyncError."""
     note_thread(operation_log(group).threads)
-    if why := agree_on_name(group, announced.is_in):
+    if why := agree_on_name(group, announced.does):
         raise announced.alone(why)
     # A caught error on one rank leaves another history there, and such a rank would
     # not expect what the others do. So the ranks compare histories, too.
@@ -144,7 +141,7 @@ def meet_ranks(group: dist.ProcessGroup, announced: Announcement, order: Order) 
     error: DesyncError | None = None
     try:
         meeting.arrive()
-        with StoreWait(group, announced.is_in, announced.way_out) as wait:
+        with StoreWait(group, announced.does, announced.way_out) as wait:
             # Before all ranks are here: ranks that differ need not wait for others.
             while not (error := meeting.difference()) and meeting.is_awaited():
                 why = wait.pause(meeting.missing)

@@ -150,6 +150,7 @@ class OrderLog:
                 return
         uses = self._uses
         uses += self.expected[self._behind : self.position]
+        self._behind = self.position
         if self.expected is NOTHING:
             self._compare(f"use {len(uses)}", use)
         else:

@@ -261,8 +261,7 @@ def _compare(top: _FSDPState, scope: Scope, facts: Sequence[UnitFacts]) -> str |
     shared = [] if scope.parts else _shard_groups(scope.units)
     states = [state for _, state in scope.units]
     # One start is enough: each rank's first draw under a seed has the same numbers.
-    cut = [state for state in states if state.handle.groups.shard is not None]
-    start, of = next(starts(top, cut), (0, None))
+    start, of = next(starts(top, states), (0, None))
     sent: Sequence[int] = (
         dist.get_rank(),
         fingerprint_of(facts),

@@ -175,7 +175,8 @@ class GroupWatch(Recorder):
             if other.does != does and proves:
                 store.compare_set(f"{key}/unlike", "", mine)
                 both = {dist.get_rank(): is_in, other.rank: other.predicate}
-                self._proof = waits.number, never_meet(both, other.advice or advice)
+                way_out = other.advice or advice or SAME_CALLS
+                self._proof = waits.number, f"{never_meet(both)} {way_out}"
 
     def _note(self, does: str | list[str | None], *words: str) -> str:
         """Return what this rank does, for the store; ``words``: predicate, advice."""
@@ -346,7 +347,7 @@ class StoreWait:
             if other is watch or (found.rank in missing and found.does != _LEFT):
                 other.leave(_WAITS, self.predicate, self._advice)
                 both = {dist.get_rank(): self.predicate, found.rank: found.predicate}
-                return never_meet(both, self._advice)
+                return never_meet(both)
         return ""
 
 
@@ -442,7 +443,7 @@ def watch(groups: Iterable[dist.ProcessGroup], *, agree: bool = False) -> None:
         if agree and (why := agree_on_name(group, "is in its first collective")):
             raise DesyncError(
                 f"Rank {dist.get_rank()} uses process group {group.group_name!r} for "
-                f"the first time, and {why}. {SAME_CALLS}"
+                f"the first time, and {why.rstrip('.')}. {SAME_CALLS}"
             )
 
 

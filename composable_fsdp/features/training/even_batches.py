@@ -194,8 +194,5 @@ class _Source(Generic[T]):
 
     def _gather(self, text: str, between: str) -> str:
         """Return the ranks with a text, and these."""
-        group, texts = self.team.group, [text]
-        if group is not None:
-            texts = collectives.all_gather_object(text, group)
-        pairs = zip(self.team.ranks, texts, strict=True)
+        pairs = zip(self.team.ranks, self.team.agree(None, text), strict=True)
         return between.join(f"rank {rank} {each}" for rank, each in pairs if each)
