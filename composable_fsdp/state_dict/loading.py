@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -80,7 +81,7 @@ def load_from_state_dict(
     # parameters by itself. The handle that removes the hook knows the key alone.
     for key, hook in self._load_state_dict_post_hooks.items():
         if not _is_known(hook):
-            self._load_state_dict_post_hooks[key] = _OnWholeValues(hook)
+            self._load_state_dict_post_hooks[key] = partial(_on_whole_values, hook)
     code = chain(self._load_state_dict_pre_hooks.values(), [load, own.set_extra_state])
     only = self if all(map(_is_known, code)) else None
     sharded = only is not None
@@ -130,30 +131,22 @@ def _is_known(function: Any) -> bool:
     while (
         inner := getattr(function, "hook", getattr(function, "func", None))
     ) is not None:
-        if isinstance(function, _OnWholeValues):
-            return True
         function = inner
     name = getattr(function, "__module__", None) or ""
     return name.partition(".")[0] in ("torch", "composable_fsdp")
 
 
-class _OnWholeValues:
-    """A load post-hook of the user, which sees full parameters."""
+def _on_whole_values(hook: Any, module: nn.Module, incompatible_keys: Any) -> Any:
+    """Call a load post-hook of the user, which sees full parameters.
 
-    __slots__ = ("hook",)
-
-    def __init__(self, hook: Any) -> None:
-        self.hook = hook
-
-    def __call__(self, module: nn.Module, incompatible_keys: Any) -> Any:
-        """Call the hook. Collective: as ``load_from_state_dict``."""
-        state = OWNERS.get(module)
-        if state is None or state.handle.phase is Phase.SUMMON:
-            return self.hook(module, incompatible_keys)
-        kind = effective_settings(state).state_dict_type
-        sharded = kind is not StateDictType.FULL_STATE_DICT
-        with _values_shown(state, sharded=sharded):
-            return self.hook(module, incompatible_keys)
+    Collective: as ``load_from_state_dict``.
+    """
+    state = OWNERS.get(module)
+    if state is None or state.handle.phase is Phase.SUMMON:
+        return hook(module, incompatible_keys)
+    kind = effective_settings(state).state_dict_type
+    with _values_shown(state, sharded=kind is not StateDictType.FULL_STATE_DICT):
+        return hook(module, incompatible_keys)
 
 
 @contextmanager
