@@ -62,6 +62,10 @@ REFUSALS: list[tuple[set[str], str]] = [
     ({"action:inside_summon", "action:unshard_unit"}, "holds the full parameters of"),
     # Sharded values of before or after a change of the layout.
     ({"action:freeze", "action:freeze_piece"}, "back into the layout from which they"),
+    (
+        {"action:freeze", "action:freeze_piece"},
+        "go from one way of sharding to another",
+    ),
     # What a format cannot hold.
     ({"core:complex"}, "has dtype torch.complex128, which a checkpoint cannot hold"),
     # An optimizer that made state of the plain model's shapes.

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from composable_fsdp.access.block import block
 from composable_fsdp.access.norms import as_number, as_order, norm_of
 from composable_fsdp.access.settings import set_reshard, units_of
-from composable_fsdp.errors import warn
 from composable_fsdp.tree.moments import NAME_NONFINITE
 
 
@@ -102,11 +101,6 @@ def clip_grad_norm_(
         )
     found = norm_of("clip_grad_norm_", module_or_params, order, max_norm=max_norm)
     total, gradients = found.total, found.tensors
-    # Only a norm of 0 shows that no rank has a gradient. ``item()`` waits for the GPU,
-    # so the test comes last.
-    held = any(p.numel() for p in found.chosen.values())
-    if not gradients and held and not total.item():
-        warn(_NO_GRADIENTS)
     if error_if_nonfinite and not total.isfinite():
         bad = " ".join(name(found) for name in NAME_NONFINITE)
         raise RuntimeError(
@@ -116,12 +110,6 @@ def clip_grad_norm_(
         )
     _scale(gradients, total, max_norm, foreach=foreach is not False)
     return total
-
-
-_NO_GRADIENTS = (
-    "clip_grad_norm_ found no gradient on this rank: nothing is clipped here. Call it "
-    "after backward and before zero_grad, with the model or its parameters."
-)
 
 
 def _scale(

@@ -389,12 +389,6 @@ def _ahead(
 ) -> tuple[_FSDPState, tuple[_FSDPState, ...]]:
     """Return the unit, whose setting changes now, and the units ``modules``."""
     state = state_of_unit(module, what)
-    # An nn.Sequential would pass for a list of its children.
-    if isinstance(modules, nn.Module):
-        raise TypeError(
-            f"{what} expects a list of modules, got one {type(modules).__name__}. Pass "
-            "[module]; an empty list restores the default."
-        )
     ahead = tuple(state_of_unit(each, what) for each in modules)
     note_change([state])
     return state, ahead

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -152,10 +152,10 @@ def mismatch(ref: ParamRef, value: ShardedValue) -> str:
 class Shown:
     """Parameters over given values, in the places of the unit's own parameters."""
 
-    __slots__ = ("__weakref__", "_buffers", "_kept", "parameters", "state")
+    __slots__ = ("__weakref__", "_buffers", "_kept", "parameters", "places")
 
-    def __init__(self, state: _FSDPState) -> None:
-        self.state = state
+    def __init__(self, places: Iterable[Place]) -> None:
+        self.places = [*places]
         self.parameters: dict[int, nn.Parameter] = {}
         """The parameters that the modules show, by slot index."""
         self._kept: list[tuple[Table, str, nn.Parameter]] = []
@@ -164,7 +164,7 @@ class Shown:
     def show(self, values: Mapping[int, Tensor]) -> None:
         """Register a parameter over each value, by slot index, at all its places."""
         SHOWN.add(self)
-        for index, table, key, leaf in placed(self.state.handle):
+        for index, table, key, leaf in self.places:
             if index in values and (shown := table.get(key)) is not None:
                 # A tied parameter is one object at all its places.
                 if index not in self.parameters:
@@ -188,16 +188,18 @@ class Shown:
 
     def changed(self) -> Iterator[tuple[int, Tensor | None]]:
         """Yield slot index and present value of parameters written to or replaced."""
-        for index, table, key, _ in placed(self.state.handle):
+        for index, table, key, _ in self.places:
             made, now = self.parameters.get(index), table.get(key)
             if made is not None and (now is not made or now._version):
                 yield index, now
 
 
-def placed(
-    handle: FlatParamHandle,
-) -> Iterator[tuple[int, Table, str, nn.Parameter]]:
-    """Yield slot index, table, key and sharded leaf of each place in the modules."""
+Place = tuple[int, Table, str, nn.Parameter]
+"""Slot index, table of a module, key there and sharded leaf."""
+
+
+def placed(handle: FlatParamHandle) -> Iterator[Place]:
+    """Yield the places of all parameters of a unit."""
     for place, swap in zip(handle.layout.places, handle.swaps, strict=True):
         yield place.slot_index, *swap[:3]
 

@@ -31,6 +31,7 @@ from composable_fsdp.state_dict.full import (
     Shown,
     full_values,
     owns_below,
+    placed,
     sharded_values,
     tell_of_lost_writes,
     watch_values,
@@ -116,7 +117,7 @@ def _begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if settings is state.settings.state_dict:
         _require_one_type(module, settings.state_dict_type)
     config = settings.state_dict_config
-    saving = _Saving(state)
+    saving = _Saving(placed(state.handle))
     saving.module, saving.prefix, saving.settings = module, prefix, settings
     saving.first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
     # A part without parameters of the unit does not gather.

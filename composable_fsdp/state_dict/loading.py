@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,7 +24,7 @@ from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat.param_ref import ParamRef, param_refs
+from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.recover import before_shard_write, require_between_steps
@@ -32,6 +33,7 @@ from composable_fsdp.state_dict.full import (
     forget_values,
     full_values,
     mismatch,
+    placed,
     sharded_value,
 )
 from composable_fsdp.state_dict.settings import effective_settings
@@ -69,8 +71,11 @@ def load_from_state_dict(
         return load(self, *given, *lists, error_msgs)
     kind = effective_settings(state).state_dict_type
     # Of a unit on meta some parameters may have values already and others not.
-    shown = [table.get(key) for table, key, _, _ in handle.swaps]
-    if not handle.layout.on_meta or not any(p is not None and p.is_meta for p in shown):
+    on_meta = handle.layout.on_meta and any(
+        p is not None and p.is_meta
+        for p in [table.get(key) for table, key, _, _ in handle.swaps]
+    )
+    if not on_meta:
         require_between_steps(state, "load_state_dict")
     if _meet_to_load(state, prefix, error_msgs):
         forget_values(state)
@@ -80,7 +85,7 @@ def load_from_state_dict(
     # parameters by itself. The handle that removes the hook knows the key alone.
     for key, hook in self._load_state_dict_post_hooks.items():
         if not _is_known(hook):
-            self._load_state_dict_post_hooks[key] = _OnWholeValues(hook)
+            self._load_state_dict_post_hooks[key] = partial(_on_whole_values, hook)
     code = chain(self._load_state_dict_pre_hooks.values(), [load, own.set_extra_state])
     only = self if all(map(_is_known, code)) else None
     sharded = only is not None
@@ -130,30 +135,22 @@ def _is_known(function: Any) -> bool:
     while (
         inner := getattr(function, "hook", getattr(function, "func", None))
     ) is not None:
-        if isinstance(function, _OnWholeValues):
-            return True
         function = inner
     name = getattr(function, "__module__", None) or ""
     return name.partition(".")[0] in ("torch", "composable_fsdp")
 
 
-class _OnWholeValues:
-    """A load post-hook of the user, which sees full parameters."""
+def _on_whole_values(hook: Any, module: nn.Module, incompatible_keys: Any) -> Any:
+    """Call a load post-hook of the user, which sees full parameters.
 
-    __slots__ = ("hook",)
-
-    def __init__(self, hook: Any) -> None:
-        self.hook = hook
-
-    def __call__(self, module: nn.Module, incompatible_keys: Any) -> Any:
-        """Call the hook. Collective: as ``load_from_state_dict``."""
-        state = OWNERS.get(module)
-        if state is None or state.handle.phase is Phase.SUMMON:
-            return self.hook(module, incompatible_keys)
-        kind = effective_settings(state).state_dict_type
-        sharded = kind is not StateDictType.FULL_STATE_DICT
-        with _values_shown(state, sharded=sharded):
-            return self.hook(module, incompatible_keys)
+    Collective: as ``load_from_state_dict``.
+    """
+    state = OWNERS.get(module)
+    if state is None or state.handle.phase is Phase.SUMMON:
+        return hook(module, incompatible_keys)
+    kind = effective_settings(state).state_dict_type
+    with _values_shown(state, sharded=kind is not StateDictType.FULL_STATE_DICT):
+        return hook(module, incompatible_keys)
 
 
 @contextmanager
@@ -169,14 +166,24 @@ def _values_shown(
     Sharded values lie over the shards, so that writes reach these at once; those to
     full values are kept if nothing raises.
     """
-    shown, handle = Shown(state), state.handle
-    refs = {ref.slot.index: ref for ref in param_refs(handle)}
+    handle = state.handle
+    if only is None or handle.layout.on_meta:
+        refs = {ref.slot.index: ref for ref in param_refs(handle)}
+        at = None if only is None else only._parameters
+        shown = Shown(each for each in placed(handle) if at is None or at is each[1])
+    else:
+        # By the parameters, because a unit may have thousands of modules.
+        own = [(key, find_param(leaf)) for key, leaf in only._parameters.items()]
+        held = [(k, ref) for k, ref in own if ref is not None and ref.handle is handle]
+        refs = {ref.slot.index: ref for _, ref in held}
+        shown = Shown((r.slot.index, only._parameters, k, r.leaf) for k, r in held)
     # Tensors made in inference mode count no versions.
     with torch.inference_mode(False):
         if sharded:
-            places = zip(handle.layout.places, handle.layout.owners, strict=True)
-            own = {p.slot_index for p, owner in places if only in (None, owner)}
-            shown.show({i: sharded_value(refs[i], refs[i].leaf.detach()) for i in own})
+            indices = {index for index, *_ in shown.places}
+            shown.show(
+                {i: sharded_value(refs[i], refs[i].leaf.detach()) for i in indices}
+            )
         else:
             shown.show(full_values(state))
     try:

@@ -97,8 +97,8 @@ def share_structure(saved: Any, groups: Route) -> Any:
             # Not raised: the other ranks wait for the broadcast.
             told = (
                 "The optimizer state of the first rank cannot be sent to the others: "
-                f"{_unsent(saved)} ({type(error).__name__}: {error}). A state holds "
-                "tensors, numbers, strings, lists and dicts; leave it out."
+                f"{type(error).__name__}: {error}. A state holds tensors, numbers, "
+                "strings, lists and dicts; leave out what is none of them."
             )
     for group in groups:
         told = collectives.broadcast_object(told, group)
@@ -111,13 +111,3 @@ def share_structure(saved: Any, groups: Route) -> Any:
 def unpacked(shared: Any) -> Any:
     """Return the structure, with a ``Described`` for each tensor with dimensions."""
     return pickle.loads(shared) if isinstance(shared, bytes) else shared
-
-
-def _unsent(saved: Any) -> str:
-    """Return path and type of the first value that does not pickle."""
-    for path, value in _pytree.tree_leaves_with_path(saved):
-        try:
-            pickle.dumps(described(value))
-        except Exception:
-            return f"{_pytree.keystr(path)} is a {type(value).__name__}"
-    return "its keys do not pickle"

@@ -164,9 +164,6 @@ REFUSED: dict[str, Wrong] = {
     r"CPUOffload\(offload_params=\.\.\.\) expects True or False, got 'yes'": (
         lambda m, p: api.CPUOffload("yes")
     ),
-    r"expects a list of modules, got one Sequential\. Pass \[module\];": (
-        lambda m, p: api.access.set_modules_to_forward_prefetch(sharded(), m)
-    ),
     r"OptimStateKeyType\.PARAM_NAME": (
         lambda m, p: api.optim.rekey_optim_state_dict({}, 1, m)
     ),
