@@ -32,7 +32,12 @@ from torch import Tensor, nn
 from composable_fsdp.comm.ranges import OPEN, end_range
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, FullForm
+from composable_fsdp.flat.handle import (
+    NO_TASK,
+    BackwardProgress,
+    FlatParamHandle,
+    FullForm,
+)
 from composable_fsdp.flat.param_form import ParamForm
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.flat.residency import NOT_GATHERED
@@ -40,7 +45,7 @@ from composable_fsdp.phases import BACKWARD_POST
 from composable_fsdp.runtime.graph_task import (
     begin_unit_backward,
     current_task,
-    join_unannounced,
+    register_task_end,
     reset_failed_graph_tasks,
     will_run,
 )
@@ -127,7 +132,12 @@ class UnitForward:
     def input_done(self, _: object, gradients: tuple[Any, ...]) -> None:
         """Hook of the node of an aliased input: after the last, reshard and reduce."""
         if self.state.handle.backward.retained:
-            _hook_for_next_backward(self, gradients)
+            # A backward of this backward enters the graph, which reads the parameters,
+            # at the inputs' gradients.
+            hook = partial(pre_next_backward, self)
+            for each in gradients:
+                if each is not None and each.grad_fn is not None:
+                    each.grad_fn.register_prehook(hook)
         # The engine runs ready nodes by sequence number, highest (youngest) first. The
         # alias is the oldest node of this forward, so all other nodes of the forward
         # have run.
@@ -286,15 +296,6 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
         prefetch_backward(context, order, order.reached)
 
 
-def _hook_for_next_backward(call: UnitForward, gradients: tuple[Any, ...]) -> None:
-    """Register a hook that unshards the unit in a backward of this backward."""
-    # It enters the graph, which reads the parameters, at the inputs' gradients.
-    hook = partial(pre_next_backward, call)
-    for gradient in gradients:
-        if gradient is not None and gradient.grad_fn is not None:
-            gradient.grad_fn.register_prehook(hook)
-
-
 def pre_next_backward(call: UnitForward, _: object = None) -> None:
     """Hook of a gradient's node: unshard the unit until this graph task ends."""
     task, state = current_task(), call.state
@@ -420,7 +421,10 @@ def _on_unexpected_grad(state: _FSDPState, handle: FlatParamHandle) -> None:
         )
     handle.reduction.due = True
     if handle.backward.task == NO_TASK:
-        join_unannounced(context, state, current_task())
+        task = current_task()
+        register_task_end(context, state, task)
+        # It never counts down to 0, so the final callback of the graph task reduces.
+        handle.backward = BackwardProgress(task, pending=-1)
 
 
 def _on_all_gradients(state: _FSDPState, handle: FlatParamHandle) -> None:
