@@ -132,12 +132,7 @@ class UnitForward:
     def input_done(self, _: object, gradients: tuple[Any, ...]) -> None:
         """Hook of the node of an aliased input: after the last, reshard and reduce."""
         if self.state.handle.backward.retained:
-            # A backward of this backward enters the graph, which reads the parameters,
-            # at the inputs' gradients.
-            hook = partial(pre_next_backward, self)
-            for each in gradients:
-                if each is not None and each.grad_fn is not None:
-                    each.grad_fn.register_prehook(hook)
+            _hook_for_next_backward(self, gradients)
         # The engine runs ready nodes by sequence number, highest (youngest) first. The
         # alias is the oldest node of this forward, so all other nodes of the forward
         # have run.
@@ -294,6 +289,15 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
         prefetch_listed(context, state, state.ahead_in_backward)
     elif order.reached > 0 and mode is BackwardPrefetch.BACKWARD_PRE:
         prefetch_backward(context, order, order.reached)
+
+
+def _hook_for_next_backward(call: UnitForward, gradients: tuple[Any, ...]) -> None:
+    """Register a hook that unshards the unit in a backward of this backward."""
+    # It enters the graph, which reads the parameters, at the inputs' gradients.
+    hook = partial(pre_next_backward, call)
+    for gradient in gradients:
+        if gradient is not None and gradient.grad_fn is not None:
+            gradient.grad_fn.register_prehook(hook)
 
 
 def pre_next_backward(call: UnitForward, _: object = None) -> None:
