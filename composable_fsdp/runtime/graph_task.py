@@ -33,7 +33,9 @@ from composable_fsdp.flat.handle import (
     BackwardProgress,
     FlatParamHandle,
 )
+from composable_fsdp.flat.param_ref import place_path
 from composable_fsdp.flat.residency import SHARDED, find_unreadable, find_written
+from composable_fsdp.naming import quoted
 from composable_fsdp.phases import BACKWARD_PRE, SUMMON, Phase
 from composable_fsdp.runtime.offload import finish_d2h_grad_copies
 from composable_fsdp.runtime.reduce import (
@@ -195,12 +197,7 @@ def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -
         # parameter if ``autograd.grad`` captures the gradient.
         pending = sum(map(will_run, handle.form.accumulators))
     except RuntimeError as error:
-        raise PhaseError(
-            "torch.autograd.grad was asked for the gradient of a full parameter that "
-            f"unit {handle.name} has shown since unshard or in a forward: the result "
-            "would be that of this rank's batch alone. Call backward() and read .grad, "
-            "which is averaged over ranks."
-        ) from error
+        raise _full_param_requested(handle) from error
     # With ``create_graph`` the graph of this backward reads the parameters again.
     progress = BackwardProgress(task, pending, torch.is_grad_enabled())
     handle.backward = progress
@@ -210,6 +207,28 @@ def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -
     usual = None if handle.layout.forms else progress
     for region in handle.layout.trainable:
         region.reduce.progress = usual
+
+
+def _full_param_requested(handle: FlatParamHandle) -> PhaseError:
+    """Return the error for ``autograd.grad`` with respect to a full parameter."""
+    captured = next(filter(_is_captured, handle.form.accumulators))
+    shown = [leaf is captured.variable for leaf in handle.form.placed]
+    return PhaseError(
+        "torch.autograd.grad was asked for the gradient of full parameter "
+        f"{quoted(place_path(handle, shown.index(True)))}, which unit {handle.name} "
+        "has shown since unshard or in a forward: the result would be that of this "
+        "rank's batch alone. Call backward() and read .grad, which is averaged over "
+        "ranks."
+    )
+
+
+def _is_captured(accumulator: Any) -> bool:
+    """Return whether ``autograd.grad`` captures the gradient of an AccumulateGrad."""
+    try:
+        will_run(accumulator)
+    except RuntimeError:
+        return True
+    return False
 
 
 class TaskEnd:
