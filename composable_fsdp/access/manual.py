@@ -17,10 +17,9 @@ from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.flat.residency import HIDDEN, NOT_GATHERED, shards_are_unchanged
 from composable_fsdp.runtime import unshard as verbs
-from composable_fsdp.runtime.graph_task import current_task
-from composable_fsdp.runtime.hooks import call_method
+from composable_fsdp.runtime.forward import call_method
+from composable_fsdp.runtime.graph_task import current_task, require_no_other_backward
 from composable_fsdp.runtime.recover import is_live, recover
-from composable_fsdp.runtime.threads import require_no_other_backward
 from composable_fsdp.tree import moments
 from composable_fsdp.tree import root as roots
 from composable_fsdp.tree.root import compare_models, ensure_root, meet_over

@@ -50,25 +50,22 @@ _AS_IS = frozenset(
 """Dtypes that every backend can send; buffers of other dtypes are sent as bytes."""
 
 
-def _gather_options(*, async_op: bool) -> Any:
-    """Return options of an all-gather."""
-    options = AllgatherOptions()
-    options.asyncOp = async_op
-    return options
-
-
-def _scatter_options(op: Any, *, async_op: bool) -> Any:
-    """Return options of a reduce-scatter."""
-    options = dist.ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = op, async_op
+def _options(kind: Callable[[], Any], **fields: Any) -> Any:
+    """Return options of a collective with ``fields`` set."""
+    options = kind()
+    for name, value in fields.items():
+        setattr(options, name, value)
     return options
 
 
 # Made once: backends read them, and to make them takes as long as to issue a collective
 # of a unit. Torch's stubs give the constants another type than the class ``ReduceOp``.
 _OPS: tuple[Any, Any] = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-_GATHER = [_gather_options(async_op=later) for later in (False, True)]
-_SCATTER = [[_scatter_options(op, async_op=a) for a in (False, True)] for op in _OPS]
+_GATHER = [_options(AllgatherOptions, asyncOp=a) for a in (False, True)]
+_SCATTER = [
+    [_options(dist.ReduceScatterOptions, reduceOp=op, asyncOp=a) for a in (False, True)]
+    for op in _OPS
+]
 """Options of all-gathers by ``async_op``; of reduce-scatters by ``average`` before."""
 
 
@@ -213,10 +210,8 @@ def all_reduce(
     operation = operation or begin("all_reduce", group, given[0])
     coalesced = len(given) > 1 and operation.log.coalesces
     kind = dist.AllreduceCoalescedOptions if coalesced else dist.AllreduceOptions
-    options: Any = kind()
-    total = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    options.reduceOp = dist.ReduceOp.MAX if maximum else total
-    options.asyncOp = async_op
+    op = dist.ReduceOp.MAX if maximum else _OPS[average]
+    options = _options(kind, reduceOp=op, asyncOp=async_op)
     # The components of complex numbers are summed one by one.
     if given[0].is_complex():
         given = _as_real(given)

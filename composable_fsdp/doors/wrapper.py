@@ -39,12 +39,12 @@ from composable_fsdp.config import (
 from composable_fsdp.doors.wrapper_attributes import Attributes, attribute_of
 from composable_fsdp.doors.wrapping import PlainNames, post_order_apply
 from composable_fsdp.entries.fully_shard import fully_shard, unknown_text
+from composable_fsdp.entries.initial_values import reset_parameters
 from composable_fsdp.errors import CompositionError, warn
 from composable_fsdp.features.init_weights import apply_whole
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
 from composable_fsdp.optim import keys, load, save
 from composable_fsdp.planning import walk
-from composable_fsdp.runtime.materialize import reset_parameters
 from composable_fsdp.state_dict import settings
 from composable_fsdp.tree.state import OWNERS, _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import (

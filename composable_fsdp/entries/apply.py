@@ -36,8 +36,8 @@ from composable_fsdp.tree.traversal import walk_states
 from composable_fsdp.tree.unit_settings import mark_ignored
 
 if TYPE_CHECKING:
+    from composable_fsdp.entries.initial_values import Init
     from composable_fsdp.planning.policies import AnyPolicy
-    from composable_fsdp.runtime.materialize import Init
 
 # Imported when used: policies and initial values.
 

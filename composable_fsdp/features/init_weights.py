@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.access.unshard_params import _summoned, _unshard_states
+from composable_fsdp.entries.initial_values import Init, empty_like
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.materialize import Init, empty_like
 from composable_fsdp.tree.root import ensure_root, forget_root, outermost
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state, is_in_block
 from composable_fsdp.tree.traversal import (

@@ -32,7 +32,12 @@ from torch import Tensor, nn
 from composable_fsdp.comm.ranges import OPEN, end_range
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, FullForm
+from composable_fsdp.flat.handle import (
+    NO_TASK,
+    BackwardProgress,
+    FlatParamHandle,
+    FullForm,
+)
 from composable_fsdp.flat.param_form import ParamForm
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.flat.residency import NOT_GATHERED
@@ -40,7 +45,7 @@ from composable_fsdp.phases import BACKWARD_POST
 from composable_fsdp.runtime.graph_task import (
     begin_unit_backward,
     current_task,
-    join_unannounced,
+    register_task_end,
     reset_failed_graph_tasks,
     will_run,
 )
@@ -420,7 +425,10 @@ def _on_unexpected_grad(state: _FSDPState, handle: FlatParamHandle) -> None:
         )
     handle.reduction.due = True
     if handle.backward.task == NO_TASK:
-        join_unannounced(context, state, current_task())
+        task = current_task()
+        register_task_end(context, state, task)
+        # It never counts down to 0, so the final callback of the graph task reduces.
+        handle.backward = BackwardProgress(task, pending=-1)
 
 
 def _on_all_gradients(state: _FSDPState, handle: FlatParamHandle) -> None:

@@ -6,6 +6,8 @@ backward raises, the engine drops ``TaskEnd`` uncalled, which marks the task as 
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
@@ -41,17 +43,12 @@ from composable_fsdp.runtime.reduce import (
     finish_reduction,
     reduce_gradients,
 )
-from composable_fsdp.runtime.threads import (
-    BACKWARDS,
-    require_no_other_backward,
-    require_not_elsewhere,
-)
 from composable_fsdp.runtime.unshard import (
     end_use,
     free_oldest,
     reshard,
 )
-from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
+from composable_fsdp.tree.state import RuntimeContext, _FSDPState, is_below, root_of
 
 # These three of torch are private; used here only, checked on torch 2.13 and 2.11.
 current_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -60,6 +57,8 @@ backward."""
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Return whether the graph task that is running will execute the node."""
 _engine = torch.autograd.Variable._execution_engine
+BACKWARDS: dict[int, int] = {}
+"""By thread: number of calls of autograd's engine that are running there."""
 # Of the process: on CUDA, hooks run in a thread of the engine.
 _other_requests = 0
 """Number of running backwards that were asked for gradients of other tensors only."""
@@ -117,6 +116,49 @@ def run_backward(
 def parameters_not_requested() -> bool:
     """Return whether a backward runs whose ``inputs`` are no sharded parameters."""
     return _other_requests > 0
+
+
+# ---- a second thread that uses a tree while a first thread is inside ----------
+
+
+def require_not_elsewhere(context: RuntimeContext) -> None:
+    """Raise PhaseError if a forward of the tree runs in another thread."""
+    if runs_elsewhere(context):
+        raise _second_thread(context, "forward")
+
+
+def runs_elsewhere(context: RuntimeContext) -> bool:
+    """Return whether a forward of the tree runs in another thread."""
+    frame = context.frame
+    # Usually the frame is a few frames up in this thread. Only a tree that is in use
+    # already visits every thread.
+    return (
+        frame is not None
+        and not is_below(frame, sys._getframe(1))
+        and any(is_below(frame, top) for top in sys._current_frames().values())
+    )
+
+
+def require_no_other_backward(context: RuntimeContext) -> None:
+    """Raise PhaseError if a backward of the tree runs in another thread."""
+    # A backward that raised may not be marked as dead yet, because a thread of the
+    # engine does so; then no call of the engine runs in another thread.
+    live = context.tasks.keys() - context.dead
+    # A backward inside a backward has a task of its own, in the same thread. The engine
+    # does not tell whose backward another thread runs.
+    if live and BACKWARDS.keys() - {get_ident()} and BACKWARDS.get(get_ident(), 0) < 2:
+        raise _second_thread(context, "backward")
+
+
+def _second_thread(context: RuntimeContext, what: str) -> PhaseError:
+    """Return the error of a thread that uses a tree in use."""
+    return PhaseError(
+        f"Thread {threading.current_thread().name!r} uses model "
+        f"{root_of(context).title}, whose {what} runs in another thread. All units of "
+        "a model send collectives in one order, so one thread at a time may be inside "
+        "the model. Let the threads take turns, or give each thread a model of its own "
+        "over process groups of its own."
+    )
 
 
 def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> None:
@@ -186,13 +228,6 @@ def _is_captured(accumulator: Any) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def join_unannounced(context: RuntimeContext, state: _FSDPState, task: int) -> None:
-    """Add a unit to the graph task whose gradient came without a pre-backward."""
-    register_task_end(context, state, task)
-    # It never counts down to 0, so the final callback of the graph task reduces.
-    state.handle.backward = BackwardProgress(task, pending=-1)
 
 
 class TaskEnd:

@@ -26,7 +26,7 @@ from composable_fsdp.flat.residency import (
     UNSHARDED,
     shards_are_unchanged,
 )
-from composable_fsdp.runtime import graph_task, offload, reduce, threads, unshard
+from composable_fsdp.runtime import graph_task, offload, reduce, unshard
 from composable_fsdp.runtime.grad_hooks import make_nodes_on_current_stream
 from composable_fsdp.runtime.precision import cast_buffers
 from composable_fsdp.tree import moments
@@ -68,12 +68,12 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     # Outside backward a graph task that has not ended belongs to a backward that
     # raised.
     if context.tasks:
-        threads.require_no_other_backward(context)
+        graph_task.require_no_other_backward(context)
         recover(context, drop_gradients=True)
     elif context.entered is not None:
         recover(context, drop_gradients=False)
     if context.frame is not None:
-        threads.require_not_elsewhere(context)
+        graph_task.require_not_elsewhere(context)
     context.frame = _module_call()
     for observer in context.observers:
         observer.iteration_begins()
@@ -217,7 +217,7 @@ def is_live(context: RuntimeContext) -> bool:
     # unknown.
     if context.frame is None or is_below(context.frame, sys._getframe(1)):
         return True
-    threads.require_not_elsewhere(context)
+    graph_task.require_not_elsewhere(context)
     return False
 
 
@@ -295,7 +295,7 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
     if context.summoned is not None:
         raise context.summoned.refusal(f"{what} was called on {state.name}")
     if context.tasks:
-        threads.require_no_other_backward(context)
+        graph_task.require_no_other_backward(context)
         recover(context, drop_gradients=True)
     # The caller may write shards on the host, which copies to the device may still
     # read.

@@ -176,15 +176,8 @@ def _free_behind_reader(handle: FlatParamHandle) -> None:
 
 def wait_unsharded(handle: FlatParamHandle) -> None:
     """Wait for the all-gather and put the full parameters into the modules."""
-    ready = handle.ready
-    if ready is not None:  # ``_end_gather``, inlined
-        try:
-            ready.wait()
-        except BaseException:
-            _give_up(handle)
-            raise
-        finally:
-            handle.ready = None
+    if handle.ready is not None:
+        _end_gather(handle, handle.ready)
     if handle.residency is not UNSHARDED:
         residency.use_full(handle)
     handle.writes.make_readable(handle)

@@ -123,14 +123,6 @@ def _set_item(container: Any, key: Any, item: Any) -> None:
         object.__setattr__(container, key, item)
 
 
-def _delete_item(container: Any, key: Any) -> None:
-    """Remove an item or an attribute, if present."""
-    if isinstance(container, MutableMapping):
-        container.pop(key, None)
-    elif hasattr(container, key):
-        object.__delattr__(container, key)
-
-
 class Given:
     """The arguments that a forward gets, and what the caller gave in their place."""
 
@@ -196,7 +188,10 @@ class Given:
             return
         # Mappings and objects: only what was removed, added or replaced changes.
         for key in before.keys() - now.keys():
-            _delete_item(original, key)
+            if isinstance(original, MutableMapping):
+                original.pop(key, None)
+            elif hasattr(original, key):
+                object.__delattr__(original, key)
         for key, item in now.items():
             if key not in before or before[key] is not item:
                 _set_item(original, key, self._own(item))

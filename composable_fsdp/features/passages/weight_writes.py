@@ -20,9 +20,6 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.tree.state import _FSDPState
 
-_COPIED = 1 << 18
-"""Number of elements up to which a snapshot is a copy. A copy and a comparison take two
-operations, checksums before and after take nine, but a copy takes memory."""
 _AT_ONCE = 1 << 20
 """Number of elements per checksum operation; bounds the memory for intermediate
 results."""
@@ -53,6 +50,7 @@ def copy_writes(state: _FSDPState, *, all_values: bool) -> None:
 
 
 @outside_transforms
+@torch.no_grad()
 def _copy_writes_to_shards(handle: FlatParamHandle) -> None:
     """Copy this rank's elements of full leaves that were written to into the shards."""
     assert handle.form.readable is not None
@@ -64,32 +62,26 @@ def _copy_writes_to_shards(handle: FlatParamHandle) -> None:
     # Autograd saved the versions after the write, so those versions stay readable.
     accept_versions(handle)
     for region in handle.layout.regions:
-        for index, leaf in enumerate(region.full.leaves):
-            if id(leaf) in written:
-                _copy_write_to_shard(handle, region, index)
-
-
-@torch.no_grad()
-def _copy_write_to_shard(
-    handle: FlatParamHandle, region: FlatParameter, index: int
-) -> None:
-    """Copy this rank's part of full leaf ``index`` and align the version counters."""
-    slot = region.layout.parameters[index]
-    full, sharded = region.full.leaves[index], region.leaves[index]
-    # A write to a low-precision copy would be rounded, or lost at the next all-gather.
-    if not region.is_exact:
-        raise _inexact(
-            region,
-            f"Parameter {quoted(slot_path(handle, slot))} was written to in the "
-            f"forward of unit {handle.name}, where it is a copy",
-        )
-    # A full leaf may view the shard itself, which already has the new values.
-    if region.full.is_own:
-        sharded.copy_(part_of(region, slot, local_of(full), like=sharded))
-    # The full leaf's version must equal the sharded leaf's version plus the versions of
-    # flat parameters (``residency.make_readable``).
-    versions = full._version - sum(map(version_of, handle.writes.flat_parameters))
-    set_versions((sharded,), (versions,))
+        for slot, full, sharded in zip(
+            region.layout.parameters, region.full.leaves, region.leaves, strict=True
+        ):
+            if id(full) not in written:
+                continue
+            # A write to a low-precision copy would be rounded, or lost at the next
+            # all-gather.
+            if not region.is_exact:
+                raise _inexact(
+                    region,
+                    f"Parameter {quoted(slot_path(handle, slot))} was written to in "
+                    f"the forward of unit {handle.name}, where it is a copy",
+                )
+            # A full leaf may view the shard itself, which already has the new values.
+            if region.full.is_own:
+                sharded.copy_(part_of(region, slot, local_of(full), like=sharded))
+            # The full leaf's version must equal the sharded leaf's version plus the
+            # versions of flat parameters (``residency.make_readable``).
+            flats = sum(map(version_of, handle.writes.flat_parameters))
+            set_versions((sharded,), (full._version - flats,))
 
 
 def _inexact(region: FlatParameter, what: str) -> PhaseError:
@@ -105,30 +97,28 @@ def _inexact(region: FlatParameter, what: str) -> PhaseError:
 
 
 def snapshot(handle: FlatParamHandle) -> list[Tensor] | None:
-    """Return copies or checksums of the full parameters; None under fake tensors."""
+    """Return checksums of the full parameters; None under fake tensors."""
     found = []
     for region in handle.layout.regions:
         full = region.full.buffer
         if type(full) is not Tensor:
             return None
-        found.append(_bits(full).clone())
+        found.append(_checksums(full))
     return found
 
 
 def is_unchanged(handle: FlatParamHandle, before: list[Tensor]) -> bool:
     """Return whether the full parameters are as ``before``, on all ranks alike."""
-    now = [_bits(region.full.buffer) for region in handle.layout.regions]
+    now = [_checksums(region.full.buffer) for region in handle.layout.regions]
     return all(map(torch.equal, before, now))
 
 
-def _bits(full: Tensor) -> Tensor:
-    """Return ``full`` as integers; if large, a checksum per ``_AT_ONCE`` elements."""
+def _checksums(full: Tensor) -> Tensor:
+    """Return a checksum of each ``_AT_ONCE`` elements of ``full``."""
     if full.is_complex():
         full = torch.view_as_real(full).flatten()
     # Integers make the sum independent of the order of additions, and NaN equals NaN.
     words = full.view(_WORDS[full.element_size()])
-    if words.numel() <= _COPIED:
-        return words
     # Weights make a permutation of the elements change the sum.
     parts = torch.split(words, _AT_ONCE)
     weights = torch.arange(1, len(parts[0]) + 1, device=full.device)

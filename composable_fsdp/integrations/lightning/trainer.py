@@ -41,7 +41,7 @@ from composable_fsdp.integrations.lightning.strategy import (
     shard,
 )
 from composable_fsdp.naming import listed
-from composable_fsdp.runtime.hooks import call_method
+from composable_fsdp.runtime.forward import call_method
 from composable_fsdp.tree.traversal import _get_unit_state
 
 _LOADED = "composable_fsdp_loaded"
