@@ -37,9 +37,9 @@ import torch.distributed as dist
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.device import is_capturing
-from composable_fsdp.comm.groups import GroupRef, Groups
+from composable_fsdp.comm.groups import GroupRef, Groups, operation_log
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import UNEVEN, note_thread, operation_log, record
+from composable_fsdp.comm.operations import UNEVEN, note_thread, record
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard import meetings
 from composable_fsdp.features.guard.compare import (
