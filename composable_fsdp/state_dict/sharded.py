@@ -25,7 +25,7 @@ from composable_fsdp.access.gather import gather_part
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.param_form import ParamForm
-from composable_fsdp.planning.boxes import Box, interval_boxes, moved
+from composable_fsdp.planning.partition import Box, interval_boxes, moved
 from composable_fsdp.state_dict import dcp_caller as dcp
 
 Op = Callable[..., Any]

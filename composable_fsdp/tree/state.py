@@ -21,9 +21,8 @@ from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.errors import NotRootError, PhaseError
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import FlatParamHandle, UseOrder
 from composable_fsdp.flat.region import Referable
-from composable_fsdp.flat.use_order import UseOrder
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree import moments

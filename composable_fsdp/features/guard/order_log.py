@@ -56,9 +56,8 @@ from composable_fsdp.features.guard.meetings import (
 )
 from composable_fsdp.features.guard.same_models import compare_models
 from composable_fsdp.features.guard.watch import leave_others, require_unbroken
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import NO_LOGS, FlatParamHandle, UnitLogs
 from composable_fsdp.flat.param_ref import slot_path
-from composable_fsdp.flat.use_order import NO_LOGS, UnitLogs
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.tree.initial_weights import ALL_RANKS
 from composable_fsdp.tree.state import RuntimeContext, _RootFSDPState

@@ -32,10 +32,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from composable_fsdp.comm import agreement
+from composable_fsdp.comm.agreement import group_timeout, pauses
 from composable_fsdp.comm.groups import OperationLog, Recorder, operation_log
-from composable_fsdp.comm.nodes import group_timeout
 from composable_fsdp.comm.operations import UNEVEN, Operation, OperationRecord
-from composable_fsdp.comm.store_names import pauses
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard import hang_report
 from composable_fsdp.features.guard.compare import SAME_CALLS, never_meet

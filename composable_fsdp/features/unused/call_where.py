@@ -29,10 +29,9 @@ from torch.utils import _pytree
 from composable_fsdp.comm import collectives, operations
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.gradients import zero_missing
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.handle import NO_LOGS, NO_TASK, FlatParamHandle
 from composable_fsdp.flat.region import trains_of
 from composable_fsdp.flat.residency import NOT_GATHERED
-from composable_fsdp.flat.use_order import NO_LOGS
 from composable_fsdp.phases import BACKWARD_PRE, FORWARD, IDLE, Phase
 from composable_fsdp.runtime import graph_task, unshard
 from composable_fsdp.runtime.backward import (
