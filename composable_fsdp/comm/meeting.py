@@ -168,7 +168,7 @@ def send_failure(groups: Sequence[dist.ProcessGroup], device: torch.device) -> N
         flag = torch.tensor([dist.get_rank() + 1], dtype=torch.int32, device=device)
         sent = collectives.all_reduce(flag, group, maximum=True, async_op=True)
         assert sent is not None
-        sent.leave()
+        sent.detach()
 
 
 def failed_rank(

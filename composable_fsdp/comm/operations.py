@@ -153,7 +153,7 @@ class Operation:
         # A collective without a ``Work`` blocks while it is issued.
         return "running" if self.waited or self.work is None else "issued"
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Let the collective go on without a wait."""
         self.work, self.done = None, time_ns()
 
@@ -345,7 +345,7 @@ def record(groups: Iterable[dist.ProcessGroup], *, agree: bool = False) -> None:
         each(groups, agree=agree)
 
 
-def leave(group: dist.ProcessGroup, text: str, *, owes: bool = False) -> None:
+def tell_raise(group: dist.ProcessGroup, text: str, *, owes: bool = False) -> None:
     """Tell that this rank raises ``text`` and, if it ``owes``, that none can go on."""
     operation_log(group).recorder.raises(text, owes=owes)
 

@@ -88,7 +88,9 @@ def build_handle(
             written(made),
             make_readable,
             () if made.plan.stays_full else None,
-            steps_per_reduction=int(made.plan.keeps_values),
+            steps_per_reduction=int(
+                made.plan.parameter_ranks < made.plan.shard_world_size
+            ),
         ),
     )
     set_divisions(handle)
@@ -125,7 +127,7 @@ def replace_layout(
     )
     form = make_form(made)
     if form.needs_fill:
-        form.slot = handle.form.slot
+        form.arena_slot = handle.form.arena_slot
     handle.begin_layout(made, form, leaf_memory(made))
     count_flat_writes(handle)
     set_divisions(handle)

@@ -83,7 +83,7 @@ class FullForm:
     # Strong references: a parameter holds its AccumulateGrad node only weakly.
     accumulators: tuple[Any, ...] = ()
     """AccumulateGrad nodes of the trainable full leaves."""
-    slot: Any = None
+    arena_slot: Any = None
     """Where the full leaves lie, if not in storages of their own: in a ``Slot`` of an
     arena (``features.arena.slot``), which units use in turn."""
     source: GatherSource | None = None

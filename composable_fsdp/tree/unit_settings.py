@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from composable_fsdp.config import FULL_BY_DEFAULT, StateDictSettings
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -15,12 +13,6 @@ from composable_fsdp.flat.handle import FlatParamHandle
 # have weak references.
 IGNORED = "_composable_fsdp_left_alone"
 """Attribute that marks parameters as ignored."""
-
-
-def mark_ignored(ignored: Iterable[nn.Parameter]) -> None:
-    """Mark ignored parameters, so that no check warns of them."""
-    for parameter in ignored:
-        setattr(parameter, IGNORED, True)
 
 
 @dataclass(slots=True)

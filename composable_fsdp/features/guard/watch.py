@@ -204,7 +204,7 @@ class GroupWatch(Recorder):
         self.log.guarded = True
 
     def raises(self, text: str, *, owes: bool) -> None:
-        """Tell that this rank raises ``text``; see ``comm.operations.leave``."""
+        """Tell that this rank raises ``text``; see ``comm.operations.tell_raise``."""
         with suppress(RuntimeError):
             if not self.broken:
                 self.leave(_OWES if owes else _LEFT, f"raised: {text.rstrip('.')}")

@@ -131,7 +131,7 @@ class _Call(GradientOrder):
         self.states = [each for each in units if each in below]
         self.forms: list[Any] = []
         ahead = [(*s.ahead_in_forward, *s.ahead_in_backward) for s in self.states]
-        slots = [s.handle.form.slot for s in self.states if s.handle.form.slot]
+        slots = [slot for s in self.states if (slot := s.handle.form.arena_slot)]
         if isinstance(self.outer, _Call):
             raise self.refused("is inside that of a module that it is not below.")
         if not below.issuperset(chain(*ahead)) or len(set(slots)) < len(slots):
@@ -155,7 +155,7 @@ class _Call(GradientOrder):
         """Tell the other ranks, and return the error."""
         text = f"call_where of {self.name} {why}"
         for group in self.groups(taped=True):
-            operations.leave(group, text)
+            operations.tell_raise(group, text)
         return PhaseError(text)
 
     def recomputed(self) -> _Call:
