@@ -19,6 +19,7 @@ from composable_fsdp.features.guard.watch import watch
 from composable_fsdp.features.passages.casts import keep_full_precision
 from composable_fsdp.features.passages.full import FIRST, FULL, MOVING, Searches
 from composable_fsdp.features.shown_units import show_units
+from composable_fsdp.features.versions import tell_untested
 from composable_fsdp.flat.gradients import HOOK_WATCHES
 from composable_fsdp.lazy import later
 from composable_fsdp.optim.state_dict_hooks import prepare_for_dcp
@@ -53,7 +54,7 @@ moments.MODULES_SHARDED.extend(
         install_step_hooks,
         guard_wrappers,
         watch_registrations,
-        later("composable_fsdp.features.versions", "tell_untested"),
+        tell_untested,
     )
 )
 moments.TREE_INITIALIZED.append(

@@ -30,10 +30,11 @@ from composable_fsdp.flat.handle import (
 )
 from composable_fsdp.flat.memory import GatherSource
 from composable_fsdp.flat.param_form import NO_FORMS, Forms
-from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.flat.region import (
     FlatParameter,
+    ReduceRule,
     TrainableRegion,
+    division,
     no_owner,
 )
 from composable_fsdp.flat.residency import (

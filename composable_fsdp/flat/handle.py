@@ -21,8 +21,7 @@ from composable_fsdp.comm.device import Waitable, make_events
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.flat.memory import GatherSource
 from composable_fsdp.flat.param_form import Forms
-from composable_fsdp.flat.reduce_rule import ReduceRule
-from composable_fsdp.flat.region import FlatParameter, TrainableRegion
+from composable_fsdp.flat.region import FlatParameter, ReduceRule, TrainableRegion
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.planning.layout import RegionLayout
