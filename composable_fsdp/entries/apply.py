@@ -31,9 +31,8 @@ from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import Target, plan_targets
 from composable_fsdp.runtime.build import build_units
 from composable_fsdp.tree import moments
-from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
+from composable_fsdp.tree.state import IGNORED, _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import walk_states
-from composable_fsdp.tree.unit_settings import IGNORED
 
 if TYPE_CHECKING:
     from composable_fsdp.entries.initial_values import Init
