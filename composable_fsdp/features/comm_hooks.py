@@ -18,7 +18,7 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.errors import FSDPError
 from composable_fsdp.features.wires import decode_int8, encode_int8, int8_nbytes
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.reduce_rule import split_factor
+from composable_fsdp.flat.region import split_factor
 
 
 class DefaultState:

@@ -66,8 +66,8 @@ def allocate_full(handle: FlatParamHandle) -> None:
     """Allocate every ``full`` on the current stream, for an all-gather to fill."""
     if GATHERING not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, GATHERING)
-    if handle.form.slot is not None:
-        handle.form.slot.take(handle)
+    if handle.form.arena_slot is not None:
+        handle.form.arena_slot.take(handle)
     else:
         for full in handle.form.fulls:
             # ``memory.allocate``, inlined.
@@ -125,8 +125,8 @@ def free_full(handle: FlatParamHandle) -> None:
         handle.form.readable = None
     # The views, and with them the full leaves, stay valid objects without memory; in a
     # slot they stay views of the slot.
-    if handle.form.slot is not None:
-        handle.form.slot.give_back()
+    if handle.form.arena_slot is not None:
+        handle.form.arena_slot.give_back()
     else:
         for full in handle.form.fulls:
             try:  # ``memory.free``, inlined
@@ -148,14 +148,14 @@ def leave_full(handle: FlatParamHandle) -> None:
             continue
         views = [] if full.own_slice is None else [full.own_slice]
         fresh = memory.leave(full.buffer, [*views, *map(local_of, full.leaves)])
-        if handle.form.slot is not None:
+        if handle.form.arena_slot is not None:
             # Nothing reads this memory before the unit moves into the slot again.
             memory.free(fresh)
         for listed in (gathered, fulls):
             listed[:] = [fresh if each is full.buffer else each for each in listed]
         region.full = full._replace(buffer=fresh)
-    if handle.form.slot is not None:
-        handle.form.slot.leave()
+    if handle.form.arena_slot is not None:
+        handle.form.arena_slot.leave()
 
 
 def defer_free(handle: FlatParamHandle) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.comm.ranges import OPEN, end_range
+from composable_fsdp.comm.operations import OPEN, end_range
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import (

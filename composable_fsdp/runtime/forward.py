@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
-from composable_fsdp.comm.ranges import OPEN, begin_range, end_range, profiler
+from composable_fsdp.comm.operations import OPEN, begin_range, end_range, profiler
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.residency import (

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from composable_fsdp.comm.ranges import (
+from composable_fsdp.comm.operations import (
     OPEN,
     begin_range,
     end_all_ranges,

@@ -48,8 +48,7 @@ from composable_fsdp.flat.gradients import (
     zero_missing,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.reduce_rule import divisor_of
-from composable_fsdp.flat.region import tensor_hooks_of
+from composable_fsdp.flat.region import divisor_of, tensor_hooks_of
 from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
 from composable_fsdp.runtime.partial_sums import (
     add_partial_sums,
