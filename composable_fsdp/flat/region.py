@@ -27,7 +27,6 @@ from composable_fsdp.planning.layout import ParameterSlot, RegionLayout, ShardCu
 
 # Readers of an attribute for loops in C, without a Python-level call for each tensor.
 grad_of, trains_of = attrgetter("grad"), attrgetter("requires_grad")
-tensor_hooks_of = attrgetter("_backward_hooks")
 post_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
