@@ -133,6 +133,21 @@ class _Moved(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.req("D-01")
+@pytest.mark.parametrize("kind", StateDictType)
+@both_paths
+@on_ranks(2)
+def test_inference_mode_saves_and_loads_as_usual(
+    world: World, path: str, kind: StateDictType
+) -> None:
+    """Evaluation loops, and callbacks that save in them, run in this mode."""
+    model, plain = apply_units(Normed(seed=8), SIMILAR, path=path), Normed(seed=3)
+    with torch.inference_mode(), state_dict_type(model, kind):
+        model.load_state_dict(plain.state_dict())
+        model.load_state_dict(model.state_dict())
+    assert differences(model.state_dict(), plain.state_dict()) == {}
+
+
 @pytest.mark.req("U-04", "D-01")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 @pytest.mark.parametrize("to_cpu", [False, True])
