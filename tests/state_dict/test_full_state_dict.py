@@ -134,6 +134,21 @@ class _Moved(TorchFunctionMode):
 
 
 @pytest.mark.req("D-01")
+@both_paths
+@on_ranks(2)
+def test_assigned_values_of_another_dtype_cast_the_model(
+    world: World, path: str
+) -> None:
+    """A unit of several modules takes them up together, and trains on."""
+    model, plain = apply_units(tiny_mlp(seed=8), [], path=path), tiny_mlp(seed=3)
+    saved = plain.double().state_dict()
+    model.load_state_dict(saved, assign=True)
+    assert differences(model.state_dict(), saved) == {}
+    x = torch.ones(2, 8, dtype=torch.float64)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.req("D-01")
 @pytest.mark.parametrize("kind", StateDictType)
 @both_paths
 @on_ranks(2)
