@@ -240,7 +240,8 @@ def watch_values(state: _FSDPState, values: Mapping[str, Any]) -> None:
     """
     found = _given[state] = []
     for name, value in values.items():
-        if isinstance(value, Tensor):
+        # Tensors made in inference mode count no versions.
+        if isinstance(value, Tensor) and not value.is_inference():
             counter = value.detach()
             # Other memory, and the version counter stays the value's.
             if isinstance(counter, ShardedValue):

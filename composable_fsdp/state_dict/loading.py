@@ -71,14 +71,16 @@ def load_from_state_dict(
         # torch copies into the full parameters itself.
         return load(self, *given, *lists, error_msgs)
     kind = effective_settings(state).state_dict_type
-    # Of a unit on meta some parameters may have values already and others not.
-    on_meta = handle.layout.on_meta and any(
-        p is not None and p.is_meta
-        for p in [table.get(key) for table, key, _, _ in handle.swaps]
-    )
-    if not on_meta:
-        require_between_steps(state, "load_state_dict")
-    if _meet_to_load(state, prefix, error_msgs):
+    # Not before each module, because values of another dtype are taken up together.
+    if _begins(state, prefix, error_msgs):
+        # Of a unit on meta some parameters may have values already and others not.
+        held = [table.get(key) for table, key, _, _ in handle.swaps]
+        if not any(p is not None and p.is_meta for p in held):
+            require_between_steps(state, "load_state_dict")
+        # A unit below a unit loads in the same call.
+        if state.parent is None or id(state.parent) not in _open[1]:
+            call = Call("load_state_dict", state.title, way_out=_LOAD_EVERYWHERE)
+            meet_over([state], call, replicas=True)
         forget_values(state)
     # An unsharded unit would keep showing the old values.
     before_shard_write(state)
@@ -113,8 +115,8 @@ _open: tuple[object, dict[int, list[str]]] = None, {}
 identity of a unit the prefixes of the modules that have begun to load."""
 
 
-def _meet_to_load(state: _FSDPState, prefix: str, error_msgs: list[str]) -> bool:
-    """Wait until all ranks that hold the unit load the module at ``prefix``."""
+def _begins(state: _FSDPState, prefix: str, error_msgs: list[str]) -> bool:
+    """Return whether the unit's load begins with the module at ``prefix``."""
     global _open
     # torch passes the same list to all hooks of a call, and a new list to those of the
     # next call. The reference keeps the list alive, so that its identity stays its own.
@@ -124,10 +126,6 @@ def _meet_to_load(state: _FSDPState, prefix: str, error_msgs: list[str]) -> bool
     if any(prefix.startswith(each) for each in begun):
         return False
     begun.append(prefix)
-    # A unit below a unit loads in the same call.
-    if state.parent is None or id(state.parent) not in _open[1]:
-        call = Call("load_state_dict", state.title, way_out=_LOAD_EVERYWHERE)
-        meet_over([state], call, replicas=True)
     return True
 
 

@@ -133,6 +133,36 @@ class _Moved(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.req("D-01")
+@both_paths
+@on_ranks(2)
+def test_assigned_values_of_another_dtype_cast_the_model(
+    world: World, path: str
+) -> None:
+    """A unit of several modules takes them up together, and trains on."""
+    model, plain = apply_units(tiny_mlp(seed=8), [], path=path), tiny_mlp(seed=3)
+    saved = plain.double().state_dict()
+    model.load_state_dict(saved, assign=True)
+    assert differences(model.state_dict(), saved) == {}
+    x = torch.ones(2, 8, dtype=torch.float64)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.req("D-01")
+@pytest.mark.parametrize("kind", StateDictType)
+@both_paths
+@on_ranks(2)
+def test_inference_mode_saves_and_loads_as_usual(
+    world: World, path: str, kind: StateDictType
+) -> None:
+    """Evaluation loops, and callbacks that save in them, run in this mode."""
+    model, plain = apply_units(Normed(seed=8), SIMILAR, path=path), Normed(seed=3)
+    with torch.inference_mode(), state_dict_type(model, kind):
+        model.load_state_dict(plain.state_dict())
+        model.load_state_dict(model.state_dict())
+    assert differences(model.state_dict(), plain.state_dict()) == {}
+
+
 @pytest.mark.req("U-04", "D-01")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 @pytest.mark.parametrize("to_cpu", [False, True])
