@@ -38,8 +38,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub l
 
 from composable_fsdp.access import norms
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.agreement import Peers
-from composable_fsdp.comm.store_names import AgreedName
+from composable_fsdp.comm.agreement import AgreedName, Peers
 from composable_fsdp.features.guard import meetings
 
 BACKEND = "null"

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from composable_fsdp import unshard_params
 from composable_fsdp.comm import agreement
+from composable_fsdp.comm.groups import operation_logs
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import operation_logs
 from composable_fsdp.features.guard import meetings, order_log
 from property_tests import program_actions, program_states
 from property_tests.program_examples import actions

@@ -7,7 +7,7 @@ from math import prod
 import torch
 from hypothesis import example, given
 
-from composable_fsdp.planning.boxes import Box, interval_boxes
+from composable_fsdp.planning.partition import Box, interval_boxes
 from tests.support.strategies import shapes_with_interval
 
 Case = tuple[tuple[int, ...], int, int]

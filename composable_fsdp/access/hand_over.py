@@ -17,7 +17,7 @@ from composable_fsdp.access.tensors import Entry, beside, entries_of
 from composable_fsdp.access.unshard_params import _route, units_with_parts
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import did_you_mean, listed, quoted
-from composable_fsdp.planning.boxes import interval_boxes, moved
+from composable_fsdp.planning.partition import interval_boxes, moved
 from composable_fsdp.tree.state import _FSDPState
 
 RankBox = tuple[int, tuple[int, ...], tuple[int, ...]]

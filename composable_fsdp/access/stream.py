@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from composable_fsdp.access.tensors import Entry, beside, entries_of
 from composable_fsdp.access.unshard_params import _route, _summoned, units_with_parts
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.consensus import failed_rank, send_failure
-from composable_fsdp.comm.meeting import Call
+from composable_fsdp.comm.meeting import Call, failed_rank, send_failure
 from composable_fsdp.comm.operations import Operation
 from composable_fsdp.errors import CollectiveError, DesyncError, PhaseError
 from composable_fsdp.flat import memory

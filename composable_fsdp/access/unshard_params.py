@@ -18,8 +18,7 @@ from composable_fsdp.access.block import block
 from composable_fsdp.access.other_parts import Route
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.access.unsharded_unit import _unshard_state, require_same_values
-from composable_fsdp.comm.consensus import failed_rank, send_failure
-from composable_fsdp.comm.meeting import Call
+from composable_fsdp.comm.meeting import Call, failed_rank, send_failure
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.planning import walk

@@ -26,7 +26,7 @@ from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.memory import is_at
 from composable_fsdp.flat.param_ref import param_refs, place_path, slot_path
-from composable_fsdp.flat.region import part_of
+from composable_fsdp.flat.region import FlatParameter, part_of
 from composable_fsdp.flat.residency import version_of, written
 from composable_fsdp.flat.value_hash import hash_values
 from composable_fsdp.naming import quoted
@@ -188,17 +188,10 @@ class UnshardedUnit:
             collectives.all_reduce(has, handle.groups.shard, maximum=True)
         flags = iter(has.tolist())
         wanted = [[next(flags) for _ in region.leaves] for region in regions]
-        shards = []
-        # Copies, because ``.grad`` of single parameters may be tensors of the user.
-        for region, each, gradients in zip(regions, wanted, own, strict=True):
-            layout = region.layout
-            numel = layout.shard_numel if any(each) else 0
-            device = handle.layout.device
-            shards.append(memory.new_buffer(numel, layout.dtype, device).zero_())
-            views = shard_views(region.cuts, shards[-1])[0] if numel else ()
-            for view, gradient in zip(views, gradients, strict=False):
-                if gradient is not None:
-                    view.copy_(gradient)
+        shards = [
+            self._gradient_shard(region, gradients if any(each) else None)
+            for region, each, gradients in zip(regions, wanted, own, strict=True)
+        ]
         if not any(shard.numel() for shard in shards):
             return
         fulls = gather_flat_values(handle, shards, first_only=self.rank0_only)
@@ -212,6 +205,21 @@ class UnshardedUnit:
                 # A DTensor takes no plain tensor as ``.grad``.
                 form = handle.layout.forms[slot.index]
                 leaf.grad = form.shown(view) if flag else None
+
+    def _gradient_shard(
+        self, region: FlatParameter, gradients: Iterable[Tensor | None] | None
+    ) -> Tensor:
+        """Return a region's gradients as a new shard; None for one without elements."""
+        layout, device = region.layout, self.handle.layout.device
+        if gradients is None:
+            return memory.new_buffer(0, layout.dtype, device)
+        # A copy, because ``.grad`` of single parameters may be tensors of the user.
+        shard = memory.new_buffer(layout.shard_numel, layout.dtype, device).zero_()
+        views = shard_views(region.cuts, shard)[0]
+        for view, gradient in zip(views, gradients, strict=False):
+            if gradient is not None:
+                view.copy_(gradient)
+        return shard
 
     @torch.no_grad()
     def write_gradients(self) -> None:

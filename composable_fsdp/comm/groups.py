@@ -1,19 +1,112 @@
-"""Process groups of a unit: the ranks that shard, and the ranks that replicate."""
+"""Process groups: what each has sent, and those of a unit, to shard and to replicate.
+
+The collectives themselves are in ``comm.operations``.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 from math import prod
+from threading import Thread
+from typing import Any
 
 import torch.distributed as dist
 
-from composable_fsdp.comm.operations import SIMULATED, operation_log
 from composable_fsdp.comm.placements import REPLICATE, SHARD, Choice, Ways, grid_of
 from composable_fsdp.errors import PhaseError
 
+SIMULATED = "simulated"
+"""The backend of ``tools.simulated_world``, which sends as NCCL does."""
+
+MOST_OPERATIONS = 1024
+"""Number of operations that are kept per process group."""
+
+PATIENCE = timedelta(seconds=2)
+"""Time that ``Operation.wait`` blocks before asking whether it never ends."""
+
+NO_LIMIT = timedelta(0)  # as ``Work.wait`` takes it
+
 PEERLESS = ("fake", SIMULATED)
 """Backends of groups without other ranks; ``fake`` is torch's."""
+
+
+class Recorder:
+    """What sees the operations of a group; this one asks and tells no other rank."""
+
+    def issued(self, operation: Any) -> None:
+        """Check ``operation`` before it is sent, if the log is ``guarded``."""
+
+    def awaited(self, operation: Any) -> Exception | None:
+        """Return the error that ends a long wait, if ``operation`` never ends."""
+        return None
+
+    def raises(self, text: str, *, owes: bool) -> None:
+        """Tell the other ranks that this rank raises ``text``."""
+
+    def last_words(self) -> str:
+        """Return what the other ranks said last."""
+        return ""
+
+    def failed(self, operation: Any) -> Exception | None:
+        """Return why the backend has raised in ``operation``, if another rank told."""
+        return None
+
+
+class OperationLog:
+    """The collectives of a process group on this rank, in the order of issue."""
+
+    __slots__ = (
+        *("__weakref__", "coalesces", "guarded", "is_nccl", "marks", "name"),
+        *("number", "operations", "patience", "recorder", "threads"),
+    )
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.name = group.group_name
+        self.number = 0
+        """Number of collectives issued so far."""
+        self.operations: deque[Any] = deque(maxlen=MOST_OPERATIONS)
+        """The last ``comm.operations.Operation`` objects."""
+        # By device: ``"cpu:gloo,cuda:nccl"`` makes a group that is neither of the two.
+        backends = dist.get_backend_config(group)
+        self.is_nccl = "cuda:nccl" in backends
+        """Whether the group sends CUDA tensors by NCCL."""
+        self.coalesces = self.is_nccl or SIMULATED in backends
+        """Whether an all-reduce of several tensors is sent as one."""
+        # Only gloo's ``Work`` can be waited for in slices: with NCCL, a limit makes the
+        # host wait for the GPU.
+        self.patience = PATIENCE if "cpu:gloo" in backends else NO_LIMIT
+        """Limit of a single wait of the host for a collective of CPU tensors."""
+        self.recorder = Recorder()
+        self.guarded = False  # whether the recorder checks each operation first
+        # Not identities, which an idle thread may get from one that has ended.
+        self.threads: set[Thread] = set()
+        """The threads that have sent over the group."""
+        # By event and not by operation: an event that is recorded again stands for the
+        # later operation alone. Units write here in every step, without a call.
+        self.marks: dict[Any, int] = {}
+        """By CUDA event: the number of the operation behind which it was recorded."""
+
+
+_logs: weakref.WeakKeyDictionary[dist.ProcessGroup, OperationLog] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def operation_log(group: dist.ProcessGroup) -> OperationLog:
+    """Return the log of ``group``."""
+    # Weak keys: a destroyed group takes its log along.
+    found = _logs.get(group)
+    if found is None:
+        found = _logs[group] = OperationLog(group)
+    return found
+
+
+def operation_logs() -> list[OperationLog]:
+    """Return the logs of all process groups that exist."""
+    return list(_logs.values())
 
 
 class GroupRef:

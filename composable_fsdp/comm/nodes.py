@@ -18,7 +18,6 @@ from datetime import timedelta
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import Any
 
 import torch.distributed as dist
 
@@ -28,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401  # for its time of import
 from torch.distributed import distributed_c10d
 
+from composable_fsdp.comm.agreement import AgreedName, group_timeout
 from composable_fsdp.comm.groups import PEERLESS, Groups, RankLayout
 from composable_fsdp.comm.placements import (
     REPLICATE,
@@ -39,7 +39,6 @@ from composable_fsdp.comm.placements import (
     grid_of,
     name_of,
 )
-from composable_fsdp.comm.store_names import AgreedName
 from composable_fsdp.config import HYBRID
 from composable_fsdp.errors import PlanError
 
@@ -280,12 +279,3 @@ def _own_group(
     distributed_c10d._world.pg_group_ranks[group] = places
     _made[ranks, key] = weakref.ref(group)
     return group
-
-
-def group_timeout(group: Any) -> float:
-    """Return the smallest timeout of the group's backends, in seconds."""
-    backends = [group._get_backend(device) for device in group._device_types]
-    options: list[Any] = [getattr(each, "options", None) for each in backends]
-    limits = [each._timeout for each in options if hasattr(each, "_timeout")]
-    limit: timedelta = min(limits, default=distributed_c10d.default_pg_timeout)
-    return limit.total_seconds()

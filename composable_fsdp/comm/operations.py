@@ -9,38 +9,50 @@ with the n-th operation of every other rank::
     410     all_gather      blocks.1   forward           .        .        .
     411     reduce_scatter  blocks.2   backward          .        .        .
     412     all_reduce                 clip_grad_norm_   .        .
+
+While a profiler runs, the collectives, the forward and the backward of each unit are
+ranges in its trace::
+
+    composable_fsdp::forward (blocks.0)
+        composable_fsdp::all_gather (blocks.0)
+        composable_fsdp::all_gather_wait (blocks.0)
+    composable_fsdp::backward (blocks.0)
+
+Without one, a step reads two variables per range: callers ask
+``profiler._is_profiler_enabled`` (private, checked on torch 2.13) before they open a
+range, and ``OPEN`` before they close a range.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
-from datetime import datetime, timedelta
+from datetime import datetime
 from threading import Thread, current_thread
 from time import time_ns
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable_fsdp.comm.ranges import collective_range, profiler
-from composable_fsdp.errors import PACKAGE, CollectiveError, FSDPError
-from composable_fsdp.naming import quoted
+from composable_fsdp.comm.groups import (
+    NO_LIMIT,
+    OperationLog,
+    operation_log,
+    operation_logs,
+)
+from composable_fsdp.errors import PACKAGE, CollectiveError
+from composable_fsdp.naming import ROOT_NAME, quoted
 from composable_fsdp.phases import Phase
 
-SIMULATED = "simulated"
-"""The backend of ``tools.simulated_world``, which sends as NCCL does."""
+profiler: Any = torch.autograd.profiler
+"""The module whose ``_is_profiler_enabled`` tells whether a profiler runs."""
 
-MOST_OPERATIONS = 1024
-"""Number of operations that are kept per process group."""
-
-PATIENCE = timedelta(seconds=2)
-"""Time that ``Operation.wait`` blocks before asking whether it never ends."""
-
-_NO_LIMIT = timedelta(0)  # as ``Work.wait`` takes it
+OPEN: dict[tuple[str, int], list[tuple[str, Any]]] = {}
+"""The open ranges by kind ("forward" or "backward") and id of the tree's context, the
+innermost last: the name of the unit, and torch's ``record_function``."""
 
 # A unit is IDLE in the step only while it is prefetched by the forward of another unit.
 PHASES = {
@@ -57,98 +69,6 @@ UNEVEN = (
     "even_batches(loader, model) gives them the same number of steps."
 )
 """The way out of the most frequent wait in a forward."""
-
-
-class Recorder:
-    """What sees the operations of a group; this one asks and tells no other rank."""
-
-    def issued(self, operation: Operation) -> None:
-        """Check ``operation`` before it is sent, if the log is ``guarded``."""
-
-    def awaited(self, operation: Operation) -> Exception | None:
-        """Return the error that ends a long wait, if ``operation`` never ends."""
-        return None
-
-    def raises(self, text: str, *, owes: bool) -> None:
-        """Tell the other ranks that this rank raises ``text``."""
-
-    def last_words(self) -> str:
-        """Return what the other ranks said last."""
-        return ""
-
-    def failed(self, operation: Operation, error: RuntimeError) -> FSDPError:
-        """Return the error of this package for ``error`` of the backend."""
-        # The raw error names sockets or streams, so begin with what the user knows.
-        record = OperationRecord.of(operation)
-        uneven = f" {UNEVEN}" if record.phase == "forward" else ""
-        last = [
-            OperationRecord.of(each) for each in list(operation.log.operations)[-3:]
-        ]
-        return CollectiveError(
-            f"{record.title[:1].upper()}{record.title[1:]} failed on this rank after "
-            f"{operation.elapsed:.3g} s: "
-            f"{str(error).strip().rstrip('.')}. {self.last_words()}The last operations "
-            f"of this rank: {'; '.join(map(str, last))}. Look first at the output of "
-            f"the rank that ended or raised earliest.{uneven} The shards of this rank "
-            "are unharmed: composable_fsdp.save writes them without this group.",
-            unit=record.unit,
-            op=record.op,
-            phase=record.phase,
-            elapsed=operation.elapsed,
-        )
-
-
-class OperationLog:
-    """The collectives of a process group on this rank, in the order of issue."""
-
-    __slots__ = (
-        *("__weakref__", "coalesces", "guarded", "is_nccl", "marks", "name"),
-        *("number", "operations", "patience", "recorder", "threads"),
-    )
-
-    def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
-        self.name = group.group_name
-        self.number = 0
-        """Number of collectives issued so far."""
-        self.operations: deque[Operation] = deque(maxlen=MOST_OPERATIONS)
-        # By device: ``"cpu:gloo,cuda:nccl"`` makes a group that is neither of the two.
-        backends = dist.get_backend_config(group)
-        self.is_nccl = "cuda:nccl" in backends
-        """Whether the group sends CUDA tensors by NCCL."""
-        self.coalesces = self.is_nccl or SIMULATED in backends
-        """Whether an all-reduce of several tensors is sent as one."""
-        # Only gloo's ``Work`` can be waited for in slices: with NCCL, a limit makes the
-        # host wait for the GPU.
-        self.patience = PATIENCE if "cpu:gloo" in backends else _NO_LIMIT
-        """Limit of a single wait of the host for a collective of CPU tensors."""
-        self.recorder = recorder
-        self.guarded = False  # whether the recorder checks each operation first
-        # Not identities, which an idle thread may get from one that has ended.
-        self.threads: set[Thread] = set()
-        """The threads that have sent over the group."""
-        # By event and not by operation: an event that is recorded again stands for the
-        # later operation alone. Units write here in every step, without a call.
-        self.marks: dict[Any, int] = {}
-        """By CUDA event: the number of the operation behind which it was recorded."""
-
-
-_logs: weakref.WeakKeyDictionary[dist.ProcessGroup, OperationLog] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def operation_log(group: dist.ProcessGroup) -> OperationLog:
-    """Return the log of ``group``."""
-    # Weak keys: a destroyed group takes its log along.
-    found = _logs.get(group)
-    if found is None:
-        found = _logs[group] = OperationLog(group, Recorder())
-    return found
-
-
-def operation_logs() -> list[OperationLog]:
-    """Return the logs of all process groups that exist."""
-    return list(_logs.values())
 
 
 class Operation:
@@ -174,10 +94,10 @@ class Operation:
         self.work: Any = None
         # Not the tensor itself, because ``log`` must not keep its memory alive.
         if tensor is None:
-            self.shape, self.dtype, self.patience = None, None, _NO_LIMIT
+            self.shape, self.dtype, self.patience = None, None, NO_LIMIT
         else:
             self.shape, self.dtype = tensor.shape, tensor.dtype
-            self.patience = log.patience if tensor.is_cpu else _NO_LIMIT
+            self.patience = log.patience if tensor.is_cpu else NO_LIMIT
         self.issued = time_ns()
         log.operations.append(self)
 
@@ -195,7 +115,7 @@ class Operation:
             else:
                 self.work = start(*args)
         except RuntimeError as error:
-            raise self.log.recorder.failed(self, error) from error
+            raise _failed(self, error) from error
         if async_op:
             return self
         self.wait()
@@ -233,7 +153,7 @@ class Operation:
         # A collective without a ``Work`` blocks while it is issued.
         return "running" if self.waited or self.work is None else "issued"
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Let the collective go on without a wait."""
         self.work, self.done = None, time_ns()
 
@@ -251,7 +171,30 @@ class Operation:
                 return
             except RuntimeError as later:
                 error = later
-        raise self.log.recorder.failed(self, error) from error
+        raise _failed(self, error) from error
+
+
+def _failed(operation: Operation, error: RuntimeError) -> Exception:
+    """Return the error of this package for ``error`` of the backend."""
+    recorder = operation.log.recorder
+    if (cause := recorder.failed(operation)) is not None:
+        return cause
+    # The raw error names sockets or streams, so begin with what the user knows.
+    record = OperationRecord.of(operation)
+    uneven = f" {UNEVEN}" if record.phase == "forward" else ""
+    last = [OperationRecord.of(each) for each in list(operation.log.operations)[-3:]]
+    return CollectiveError(
+        f"{record.title[:1].upper()}{record.title[1:]} failed on this rank after "
+        f"{operation.elapsed:.3g} s: "
+        f"{str(error).strip().rstrip('.')}. {recorder.last_words()}The last operations "
+        f"of this rank: {'; '.join(map(str, last))}. Look first at the output of "
+        f"the rank that ended or raised earliest.{uneven} The shards of this rank "
+        "are unharmed: composable_fsdp.save writes them without this group.",
+        unit=record.unit,
+        op=record.op,
+        phase=record.phase,
+        elapsed=operation.elapsed,
+    )
 
 
 class OperationRecord(NamedTuple):
@@ -402,6 +345,80 @@ def record(groups: Iterable[dist.ProcessGroup], *, agree: bool = False) -> None:
         each(groups, agree=agree)
 
 
-def leave(group: dist.ProcessGroup, text: str, *, owes: bool = False) -> None:
+def tell_raise(group: dist.ProcessGroup, text: str, *, owes: bool = False) -> None:
     """Tell that this rank raises ``text`` and, if it ``owes``, that none can go on."""
     operation_log(group).recorder.raises(text, owes=owes)
+
+
+def running_unit(stage: str) -> str | None:
+    """Return the name of the unit that runs in ``stage``; None if no range is open."""
+    # Checkpointing runs forwards in backward, whose ranges are inside.
+    for kind in dict.fromkeys((stage, "forward", "backward")):
+        for (each, _), ranges in OPEN.items():
+            if each == kind and ranges:
+                return ranges[-1][0]
+    return None
+
+
+def range_name(kind: str, unit: str | None) -> str:
+    """Return the name of a range; ``unit`` is None for all units together.
+
+    >>> range_name("forward", "blocks.0"), range_name("all_reduce", None)
+    ('composable_fsdp::forward (blocks.0)', 'composable_fsdp::all_reduce')
+    """
+    # The name of the root has parentheses of its own.
+    of_unit = f" ({unit})" if unit else "" if unit is None else f" {ROOT_NAME}"
+    return f"composable_fsdp::{kind}{of_unit}"
+
+
+def collective_range(op: str, unit: str | None) -> Any:
+    """Return a context manager that is the range of a collective."""
+    return profiler.record_function(range_name(op, unit))
+
+
+def begin_range(kind: str, tree: object, unit: str) -> None:
+    """Open the range of a unit's forward or backward, nested as the units are."""
+    # The range of a unit beside this one is closed; those of units below are opened
+    # again inside the new range.
+    opened = OPEN.setdefault((kind, id(tree)), [])
+    below: list[str] = []
+    while opened and not _is_at_or_below(unit, opened[-1][0]):
+        name, record = opened.pop()
+        record.__exit__(None, None, None)
+        # The output of the last unit of a model is an output of the root, too, and the
+        # hook of the root runs right after that of the unit, which is empty so far.
+        if _is_at_or_below(name, unit):
+            below.append(name)
+    for each in (unit, *reversed(below)):
+        # Torch's own ranges of a backward are those of nodes, so a range over several
+        # nodes begins inside a node's range and ends inside another.
+        record = profiler.record_function(range_name(kind, each))
+        record.__enter__()
+        opened.append((each, record))
+
+
+def _is_at_or_below(unit: str, above: str) -> bool:
+    """Return whether the name ``unit`` is that of ``above`` or of a module below."""
+    return not above or f"{unit}.".startswith(f"{above}.")
+
+
+def end_range(kind: str, tree: object, unit: str) -> None:
+    """Close the innermost range of the unit, if any, and the ranges inside."""
+    opened = OPEN.get((kind, id(tree)), [])
+    # The profiler may have started after the begin.
+    while any(name == unit for name, _ in opened):
+        name, record = opened.pop()
+        record.__exit__(None, None, None)
+        if name == unit:
+            break
+    # An empty table tells callers that nothing is left to close.
+    if not opened:
+        OPEN.pop((kind, id(tree)), None)
+
+
+def end_all_ranges(tree: object) -> None:
+    """Close all ranges of a tree, which an error may have left open."""
+    # The innermost first, as torch expects of ranges on a thread.
+    for kind in ("forward", "backward"):
+        for _, record in reversed(OPEN.pop((kind, id(tree)), [])):
+            record.__exit__(None, None, None)

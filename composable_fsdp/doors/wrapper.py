@@ -46,13 +46,17 @@ from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_
 from composable_fsdp.optim import keys, load, save
 from composable_fsdp.planning import walk
 from composable_fsdp.state_dict import settings
-from composable_fsdp.tree.state import OWNERS, _FSDPState, _get_module_fsdp_state
+from composable_fsdp.tree.state import (
+    OWNERS,
+    _FSDPState,
+    _get_module_fsdp_state,
+    make_precision,
+)
 from composable_fsdp.tree.traversal import (
     _get_fsdp_states,
     inside_wrappers,
     walk_states,
 )
-from composable_fsdp.tree.unit_settings import make_precision
 
 if TYPE_CHECKING:
     from composable_fsdp.planning.policies import AnyPolicy

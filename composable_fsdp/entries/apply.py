@@ -31,9 +31,8 @@ from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import Target, plan_targets
 from composable_fsdp.runtime.build import build_units
 from composable_fsdp.tree import moments
-from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
+from composable_fsdp.tree.state import IGNORED, _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import walk_states
-from composable_fsdp.tree.unit_settings import mark_ignored
 
 if TYPE_CHECKING:
     from composable_fsdp.entries.initial_values import Init
@@ -177,8 +176,7 @@ def apply(
     for sharded in moments.MODULES_SHARDED:
         sharded()
     if request.ignored_modules or request.ignored_parameters:
-        # No check warns of gradients that no rank reduces: the caller ignored them.
-        mark_ignored(_ignored(modules, request))
+        _mark_ignored(modules, request)
     if request.policy is not None:
         # targets[0] is the root unit, whose options are the caller's own choice.
         _keep_full_precision(targets[1:], request.options)
@@ -211,13 +209,15 @@ def _device_of(
     return device
 
 
-def _ignored(modules: Sequence[nn.Module], request: PlanRequest) -> list[nn.Parameter]:
-    """Return the parameters that the caller ignored by argument."""
+def _mark_ignored(modules: Sequence[nn.Module], request: PlanRequest) -> None:
+    """Mark what the caller ignored, so that no check warns of its gradients."""
     by_module = [p for m in request.ignored_modules for p in m._parameters.values()]
     alone = request.ignored_parameters
     # No walk without need: in a call per block it would cost quadratic time.
     by_itself = [p for m in modules if alone for p in m.parameters() if id(p) in alone]
-    return [p for p in (*by_module, *by_itself) if p is not None]
+    for parameter in (*by_module, *by_itself):
+        if parameter is not None:
+            setattr(parameter, IGNORED, True)
 
 
 def _keep_full_precision(units: Sequence[Target], options: UnitOptions) -> None:

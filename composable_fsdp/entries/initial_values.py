@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -114,11 +115,16 @@ def prepare_values(
             _broadcast([*parameters, *buffers], ranks, device)
 
     # Read before ``before`` runs the initializer.
-    awaiting = _with_meta_buffers(targets) if on_meta else ()
+    awaiting = [
+        index
+        for index, target in enumerate(targets if on_meta else ())
+        for buffer in chain(*(m._buffers.values() for m in target.members))
+        if buffer is not None and buffer.is_meta
+    ]
     if stays_on_meta:
         for target in targets:
             mark_meta_buffers(target.members)
-    return PreparedValues(before, awaiting, stays_on_meta)
+    return PreparedValues(before, tuple(dict.fromkeys(awaiting)), stays_on_meta)
 
 
 def own_forms(targets: Sequence[Target]) -> dict[str, str]:
@@ -156,8 +162,14 @@ def _choose(
         return init
     # The broadcast overwrites the values on every other rank: allocate, but do not
     # spend time on an initializer there.
-    if is_first:  # checked before any module is initialized
-        require_reset_parameters([each for unit in waiting for each in unit])
+    for each in chain(*waiting) if is_first else ():
+        if not callable(getattr(each.module, "reset_parameters", None)):
+            raise PlanError(
+                f"{type(each.module).__name__} {quoted(each.fqn)} holds "
+                f"{listed(repr(key) for _, key, _ in each.held)} on meta and has no "
+                "reset_parameters() to initialise it. Give it one, or pass "
+                "param_init_fn."
+            )
     return partial(give_memory, device=device, resets=is_first)
 
 
@@ -176,19 +188,6 @@ def _broadcast(
         # Copy back only if ``data`` is a copy on another device or with other strides.
         if data.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(data)
-
-
-def _with_meta_buffers(targets: Sequence[Target]) -> tuple[int, ...]:
-    """Return the indices of the targets whose modules hold a buffer on meta."""
-    return tuple(
-        index
-        for index, target in enumerate(targets)
-        if any(
-            buffer is not None and buffer.is_meta
-            for module in target.members
-            for buffer in module._buffers.values()
-        )
-    )
 
 
 def _refuse_mixed_meta(targets: Sequence[Target]) -> None:
@@ -276,18 +275,6 @@ def _on_meta(
         for key, tensor in table.items()
         if tensor is not None and tensor.is_meta and id(tensor) not in kept
     )
-
-
-def require_reset_parameters(waiting: Sequence[MetaModule]) -> None:
-    """Raise PlanError if a module on meta has no ``reset_parameters``."""
-    for each in waiting:
-        if not callable(getattr(each.module, "reset_parameters", None)):
-            raise PlanError(
-                f"{type(each.module).__name__} {quoted(each.fqn)} holds "
-                f"{listed(repr(key) for _, key, _ in each.held)} on meta and has no "
-                "reset_parameters() to initialise it. Give it one, or pass "
-                "param_init_fn."
-            )
 
 
 @torch.no_grad()

@@ -30,10 +30,11 @@ from composable_fsdp.flat.handle import (
 )
 from composable_fsdp.flat.memory import GatherSource
 from composable_fsdp.flat.param_form import NO_FORMS, Forms
-from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.flat.region import (
     FlatParameter,
+    ReduceRule,
     TrainableRegion,
+    division,
     no_owner,
 )
 from composable_fsdp.flat.residency import (
@@ -88,7 +89,9 @@ def build_handle(
             written(made),
             make_readable,
             () if made.plan.stays_full else None,
-            steps_per_reduction=int(made.plan.keeps_values),
+            steps_per_reduction=int(
+                made.plan.parameter_ranks < made.plan.shard_world_size
+            ),
         ),
     )
     set_divisions(handle)
@@ -125,7 +128,7 @@ def replace_layout(
     )
     form = make_form(made)
     if form.needs_fill:
-        form.slot = handle.form.slot
+        form.arena_slot = handle.form.arena_slot
     handle.begin_layout(made, form, leaf_memory(made))
     count_flat_writes(handle)
     set_divisions(handle)
@@ -267,8 +270,11 @@ def make_form(
     elif source is None and layout.plan.piece_ranks and not layout.on_meta:
         source = Pieces(layout.plan, gathering)
     leaves = [r.full.leaves for r in layout.regions]
+    placed = _placed(layout.regions, layout.places, leaves)
+    swaps = zip(layout.tables, layout.keys, layout.sharded_placed, placed, strict=True)
     return FullForm(
-        _placed(layout.regions, layout.places, leaves),
+        placed,
+        tuple(swaps),
         (outputs, inputs),
         fulls,
         source.fills if isinstance(source, Pieces) else fills_of(gathering),

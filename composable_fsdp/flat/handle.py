@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, count
 from types import MappingProxyType
@@ -21,13 +21,30 @@ from composable_fsdp.comm.device import Waitable, make_events
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.flat.memory import GatherSource
 from composable_fsdp.flat.param_form import Forms
-from composable_fsdp.flat.reduce_rule import ReduceRule
-from composable_fsdp.flat.region import FlatParameter, TrainableRegion
-from composable_fsdp.flat.use_order import NO_LOGS
+from composable_fsdp.flat.region import FlatParameter, ReduceRule, TrainableRegion
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.unit_plan import Place, UnitPlan
+
+UseOrder = Any
+"""A ``features.guard.order_log.OrderLog``, of which the core uses ``expected``, the
+recorded uses of this round, ``position``, the index of the next, ``is_open``,
+``depart``, ``end`` and ``drop``. In a steady step the core compares a use inline."""
+
+
+class UnitLogs(NamedTuple):
+    """The order logs of a unit; ``None`` if the unit sends no such collective."""
+
+    forward: UseOrder | None = None
+    """Order of the unit's all-gathers in forward."""
+    backward: UseOrder | None = None
+    """Order of the unit's all-gathers in backward."""
+    reduce: UseOrder | None = None
+    """Order of the unit's reductions."""
+
+
+NO_LOGS = UnitLogs()
 
 NO_TASK = -1
 """Graph task id outside backward, as the autograd engine reports it."""
@@ -45,6 +62,8 @@ class FullForm:
 
     placed: tuple[nn.Parameter, ...]
     """The full leaf of each place."""
+    swaps: tuple[Swap, ...]
+    """Each place, for the loops of a step."""
     gather_lists: tuple[list[Tensor], list[Tensor]]
     """The outputs and the inputs of the all-gather, of each region with elements:
     ``full`` and the shard or this rank's slice of ``full``, or encoded values."""
@@ -65,7 +84,7 @@ class FullForm:
     # Strong references: a parameter holds its AccumulateGrad node only weakly.
     accumulators: tuple[Any, ...] = ()
     """AccumulateGrad nodes of the trainable full leaves."""
-    slot: Any = None
+    arena_slot: Any = None
     """Where the full leaves lie, if not in storages of their own: in a ``Slot`` of an
     arena (``features.arena.slot``), which units use in turn."""
     source: GatherSource | None = None
@@ -295,15 +314,9 @@ class FlatParamHandle:
         return tuple(chain.from_iterable([region.leaves for region in regions]))
 
     @property
-    def swaps(self) -> Iterator[Swap]:
-        """Iterate over all places: table, key, sharded leaf and full leaf."""
-        return zip(
-            self.layout.tables,
-            self.layout.keys,
-            self.layout.sharded_placed,
-            self.form.placed,
-            strict=True,
-        )
+    def swaps(self) -> tuple[Swap, ...]:
+        """All places: table, key, sharded leaf and full leaf."""
+        return self.form.swaps
 
     @property
     def _fqns(self) -> tuple[str, ...]:

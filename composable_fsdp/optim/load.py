@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composable_fsdp.access.other_parts import Route, refuse_forms
-from composable_fsdp.comm.consensus import require_success_on_all_ranks
-from composable_fsdp.comm.meeting import Call, meet
+from composable_fsdp.comm.meeting import Call, meet, require_success_on_all_ranks
 from composable_fsdp.config import (
     FULL_BY_DEFAULT,
     FullOptimStateDictConfig,

@@ -14,7 +14,7 @@ from torch.utils import _pytree
 
 from composable_fsdp.access.gather import gather_whole
 from composable_fsdp.access.other_parts import require_all_data
-from composable_fsdp.comm.consensus import raise_on_all_ranks
+from composable_fsdp.comm.meeting import raise_on_all_ranks
 from composable_fsdp.config import (
     FULL_BY_DEFAULT,
     FullOptimStateDictConfig,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
 
-from composable_fsdp.comm.consensus import exchange, first_failure
+from composable_fsdp.comm.meeting import exchange, first_failure
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError, DesyncError
 from composable_fsdp.flat.handle import FlatParamHandle

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable_fsdp.comm.consensus import exchange, raise_on_all_ranks
-from composable_fsdp.comm.meeting import Call, meet
+from composable_fsdp.comm.meeting import Call, exchange, meet, raise_on_all_ranks
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.param_ref import find_param

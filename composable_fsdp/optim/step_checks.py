@@ -36,7 +36,7 @@ from composable_fsdp.flat.param_ref import (
 from composable_fsdp.flat.value_hash import hash_values
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase
-from composable_fsdp.tree.unit_settings import IGNORED
+from composable_fsdp.tree.state import IGNORED
 
 _REASONS: Final = {
     "Muon": "orthogonalises whole matrices",

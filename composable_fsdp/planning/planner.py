@@ -16,16 +16,14 @@ from torch import nn
 
 from composable_fsdp.comm.nodes import group_sizes
 from composable_fsdp.comm.placements import Choice, Ways
+from composable_fsdp.errors import PlanError
+from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.planning.assign import Occurrence, PlanRequest, Unit, assign_units
 from composable_fsdp.planning.dtensors import local_of, whole_of
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.partition import plan_regions
-from composable_fsdp.planning.unit_plan import (
-    Place,
-    UnitPlan,
-    refuse_wire_of_pieces,
-)
+from composable_fsdp.planning.unit_plan import Place, UnitPlan
 
 
 class Target(NamedTuple):
@@ -128,7 +126,13 @@ def _plan_unit(
         world_size=sizes.shard_world_size,
     )
     plan = UnitPlan(fqn, class_name, regions, options, *sizes)
-    refuse_wire_of_pieces(plan)
+    # Pieces hold values in the compute dtype, and are gathered as they are.
+    if plan.piece_ranks and options.wire is not None:
+        raise PlanError(
+            f"wire={options.wire} expects full parameters that are gathered from "
+            f"the shards, and {options.chosen} of unit {fqn or ROOT_NAME} "
+            "keeps a part of them. Leave wire out."
+        )
     places = [
         Place(name, key, i)
         for region in regions

@@ -7,8 +7,6 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from composable_fsdp.comm.placements import Ways
-from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
 from composable_fsdp.planning.options import Dtypes, UnitOptions
 
@@ -64,11 +62,6 @@ class UnitPlan:
     def ways(self) -> Ways:
         """The numbers of ranks over which the unit divides."""
         return Ways(*attrgetter(*Ways._fields)(self))
-
-    @property
-    def keeps_values(self) -> bool:
-        """Whether values stay from step to step beside the shards."""
-        return self.parameter_ranks < self.shard_world_size
 
     @property
     def stays_full(self) -> bool:
@@ -179,14 +172,3 @@ class UnitPlan:
     def is_trainable(self) -> bool:
         """Whether the unit has a trainable parameter with at least one element."""
         return any(r.trainable and r.numel for r in self.regions)
-
-
-def refuse_wire_of_pieces(unit: UnitPlan) -> None:
-    """Raise PlanError for a wire format where the placement keeps pieces."""
-    # Pieces hold values in the compute dtype, and are gathered as they are.
-    if unit.piece_ranks and unit.options.wire is not None:
-        raise PlanError(
-            f"wire={unit.options.wire} expects full parameters that are gathered from "
-            f"the shards, and {unit.options.chosen} of unit {unit.fqn or ROOT_NAME} "
-            "keeps a part of them. Leave wire out."
-        )

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.comm.ranges import OPEN, end_range
+from composable_fsdp.comm.operations import OPEN, end_range
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import (
@@ -341,13 +341,7 @@ def make_grad_hook(
             return
         reduce = region.reduce
         progress = reduce.progress
-        if (
-            progress is None
-            or progress.task != current_task()
-            or reduce.arrived[index]
-            or gradient.requires_grad
-            or not region.leaves[index].requires_grad
-        ):
+        if progress is None or progress.task != current_task() or reduce.arrived[index]:
             del gradient
             _arrive(region, index, leaf, param_form)
             return

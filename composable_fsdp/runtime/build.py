@@ -19,8 +19,7 @@ from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.forward import install_hooks
 from composable_fsdp.tree.initial_weights import InitialWeights, in_slot_order
 from composable_fsdp.tree.moments import FORMS_TAKEN, UNIT_BUILT
-from composable_fsdp.tree.state import OWNERS, _FSDPState
-from composable_fsdp.tree.unit_settings import UnitSettings, make_precision
+from composable_fsdp.tree.state import OWNERS, UnitSettings, _FSDPState, make_precision
 
 
 def build_units(

@@ -15,7 +15,7 @@ from types import FrameType
 import torch
 from torch import nn
 
-from composable_fsdp.comm.ranges import end_all_ranges
+from composable_fsdp.comm.operations import end_all_ranges
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.gradients import free_cleared

@@ -75,8 +75,8 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         handle.writes.gathered_at = shard_versions(handle)
     # Before the memory is taken: a unit that has to give way releases its slot, on CUDA
     # behind its last reader.
-    if handle.form.slot is not None:
-        handle.form.slot.make_way(context, handle)
+    if handle.form.arena_slot is not None:
+        handle.form.arena_slot.make_way(context, handle)
     if not handle.form.needs_fill:
         residency.move(handle, HIDDEN)
     elif context.streams.host_waits:
@@ -336,7 +336,7 @@ def prefetch_backward(context: RuntimeContext, order: StepOrder, reached: int) -
     if state is None or state.handle.residency not in NOT_GATHERED:
         return
     # A prefetch waits for its turn if another unit is in the slot of the arena.
-    slot = state.handle.form.slot
+    slot = state.handle.form.arena_slot
     if slot is None or slot.is_vacant(state.handle):
         unshard(context, state.handle)
 
@@ -370,7 +370,7 @@ def prefetch_listed(
 
 def _gather_ahead(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Unshard the unit if needed, and remember the unit until the forward ends."""
-    slot = handle.form.slot
+    slot = handle.form.arena_slot
     if (
         handle.form.needs_fill
         and handle.residency in NOT_GATHERED

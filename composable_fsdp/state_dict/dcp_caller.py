@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat import residency
 from composable_fsdp.phases import Residency
-from composable_fsdp.planning.boxes import Box
+from composable_fsdp.planning.partition import Box
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.tree.traversal import _get_fsdp_states
 

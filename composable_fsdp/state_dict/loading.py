@@ -24,6 +24,7 @@ from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase
@@ -88,18 +89,19 @@ def load_from_state_dict(
             self._load_state_dict_post_hooks[key] = partial(_on_whole_values, hook)
     code = chain(self._load_state_dict_pre_hooks.values(), [load, own.set_extra_state])
     only = self if all(map(_is_known, code)) else None
-    sharded = only is not None
-    if not sharded:
-        kinds = {type(v) for key, v in state_dict.items() if key.startswith(prefix)}
-        # Under any type of state dict either may be given.
-        is_plain = kind is StateDictType.FULL_STATE_DICT or kinds & {
-            Tensor,
-            nn.Parameter,
-        }
-        sharded = not is_plain or ShardedValue in kinds
+    sharded = only is not None or _gives_sharded(
+        {type(v) for key, v in state_dict.items() if key.startswith(prefix)}, kind
+    )
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     with _values_shown(state, sharded=sharded, only=only, assign=assign):
         return load(self, *given, *lists, error_msgs)
+
+
+def _gives_sharded(kinds: set[type], kind: StateDictType) -> bool:
+    """Return whether code of the user sees sharded values, by classes of entries."""
+    # Under any type of state dict either may be given.
+    is_plain = kind is StateDictType.FULL_STATE_DICT or kinds & {Tensor, nn.Parameter}
+    return not is_plain or ShardedValue in kinds
 
 
 _LOAD_EVERYWHERE = (
@@ -166,17 +168,7 @@ def _values_shown(
     Sharded values lie over the shards, so that writes reach these at once; those to
     full values are kept if nothing raises.
     """
-    handle = state.handle
-    if only is None or handle.layout.on_meta:
-        refs = {ref.slot.index: ref for ref in param_refs(handle)}
-        at = None if only is None else only._parameters
-        shown = Shown(each for each in placed(handle) if at is None or at is each[1])
-    else:
-        # By the parameters, because a unit may have thousands of modules.
-        own = [(key, find_param(leaf)) for key, leaf in only._parameters.items()]
-        held = [(k, ref) for k, ref in own if ref is not None and ref.handle is handle]
-        refs = {ref.slot.index: ref for _, ref in held}
-        shown = Shown((r.slot.index, only._parameters, k, r.leaf) for k, r in held)
+    refs, shown = _places(state.handle, only)
     # Tensors made in inference mode count no versions.
     with torch.inference_mode(False):
         if sharded:
@@ -208,6 +200,23 @@ def _values_shown(
             torch.autograd.graph.increment_version(refs[index].leaf)
         else:
             _keep(refs[index], value, assign=assign)
+
+
+def _places(
+    handle: FlatParamHandle, only: nn.Module | None
+) -> tuple[dict[int, ParamRef], Shown]:
+    """Return the unit's parameters, or those of a module, by slot, and their places."""
+    if only is None or handle.layout.on_meta:
+        refs = {ref.slot.index: ref for ref in param_refs(handle)}
+        at = None if only is None else only._parameters
+        shown = Shown(each for each in placed(handle) if at is None or at is each[1])
+    else:
+        # By the parameters, because a unit may have thousands of modules.
+        own = [(key, find_param(leaf)) for key, leaf in only._parameters.items()]
+        held = [(k, ref) for k, ref in own if ref is not None and ref.handle is handle]
+        refs = {ref.slot.index: ref for _, ref in held}
+        shown = Shown((r.slot.index, only._parameters, k, r.leaf) for k, r in held)
+    return refs, shown
 
 
 @torch.no_grad()

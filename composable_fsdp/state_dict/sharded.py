@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+import composable_fsdp.state_dict.dcp_caller as dcp
 from composable_fsdp.access.gather import gather_part
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.param_form import ParamForm
-from composable_fsdp.planning.boxes import Box, interval_boxes, moved
-from composable_fsdp.state_dict import dcp_caller as dcp
+from composable_fsdp.planning.partition import Box, interval_boxes, moved
 
 Op = Callable[..., Any]
 

@@ -25,7 +25,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hi
 import torch
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.planning.boxes import Box, interval_boxes, moved
+from composable_fsdp.planning.partition import Box, interval_boxes, moved
 
 Json = Any
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.consensus import Failure, Outcome, first_failure
-from composable_fsdp.comm.meeting import Call, meet
-from composable_fsdp.comm.nodes import group_timeout, private_group
+from composable_fsdp.comm.agreement import group_timeout
+from composable_fsdp.comm.meeting import Call, Failure, Outcome, first_failure, meet
+from composable_fsdp.comm.nodes import private_group
 from composable_fsdp.errors import (
     CheckpointError,
     CollectiveError,

@@ -36,8 +36,8 @@ from torch._C._distributed_c10d import FakeProcessGroup, HashStore, Store
 from torch.utils import _pytree as pytree
 
 from composable_fsdp.comm import device
-from composable_fsdp.comm.operations import PHASES, SIMULATED, operation_log
-from composable_fsdp.comm.ranges import running_unit
+from composable_fsdp.comm.groups import SIMULATED, operation_log
+from composable_fsdp.comm.operations import PHASES, running_unit
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.phases import Phase

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable_fsdp.comm.ranges import running_unit
+from composable_fsdp.comm.operations import running_unit
 from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.tools.fake_world import is_wrapper
 from composable_fsdp.tools.machine import ATTENTION, MEMORY, PRODUCT, Cost

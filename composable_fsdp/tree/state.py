@@ -17,19 +17,73 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+import composable_fsdp.tree.moments as moments
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.compose.registry import OwnerMap
+from composable_fsdp.config import FULL_BY_DEFAULT, StateDictSettings
 from composable_fsdp.errors import NotRootError, PhaseError
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import FlatParamHandle, UseOrder
 from composable_fsdp.flat.region import Referable
-from composable_fsdp.flat.use_order import UseOrder
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.tree import moments
 from composable_fsdp.tree.initial_weights import InitialWeights
-from composable_fsdp.tree.moments import PASSAGES
-from composable_fsdp.tree.unit_settings import Precision, UnitSettings
+
+# An attribute and no weak set: ``torch.utils.swap_tensors`` refuses parameters that
+# have weak references.
+IGNORED = "_composable_fsdp_left_alone"
+"""Attribute that marks parameters as ignored."""
+
+
+@dataclass(slots=True)
+class UnitSettings:
+    """The settings of a unit that the user can change between steps."""
+
+    reshard_after_forward: bool | None = None
+    """``None`` until lazy initialization chooses: True except for the root."""
+    prefetches_forward: bool = False
+    """Whether the unit's forward prefetches another unit."""
+    sync_gradients: bool = True
+    """Whether a backward reduces gradients; False under ``no_sync``."""
+    is_last_backward: bool = True
+    """Of the root: whether the end of backward waits for the last reduction."""
+    reshard_after_backward: bool = True
+    state_dict: StateDictSettings = FULL_BY_DEFAULT
+
+
+@dataclass(slots=True)
+class Precision:
+    """The casts of a unit with ``mixed_precision``."""
+
+    input_dtype: torch.dtype | None
+    """Dtype of floating-point inputs; None leaves inputs unchanged."""
+    root_input_dtype: torch.dtype | None
+    """As ``input_dtype``, used instead if the unit is the root."""
+    output_dtype: torch.dtype | None
+    """Dtype of floating-point outputs; None leaves outputs unchanged."""
+    buffer_dtype: torch.dtype | None
+    """Dtype of floating-point buffers; None leaves buffers unchanged."""
+    buffer_dtypes: dict[tuple[int, str], torch.dtype] = field(default_factory=dict)
+    """Original dtypes of the buffers that were cast, by the number of the unit's module
+    and the FQN from this module."""
+
+
+def make_precision(handle: FlatParamHandle, *, is_local_root: bool) -> Precision | None:
+    """Return the casts that the unit's options ask for; ``None`` without casts."""
+    mixed = handle.layout.plan.options.mixed_precision
+    if mixed is None:
+        return None
+    # The root casts inputs if either option is set. So does, without a wrapper, the
+    # root of each call, as in torch's composable FSDP1: precision is configured there.
+    root_inputs = mixed.cast_forward_inputs or mixed.cast_root_forward_inputs
+    inputs = root_inputs if is_local_root else mixed.cast_forward_inputs
+    return Precision(
+        mixed.param_dtype if inputs else None,
+        mixed.param_dtype if root_inputs else None,
+        mixed.output_dtype,
+        mixed.buffer_dtype,
+    )
+
 
 Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
 """A reduction in a log: the unit, the ``structure`` of the unit's layout, and, per
@@ -291,8 +345,8 @@ class _FSDPState(Referable):
         self.fqn, self.modules = fqn, modules
         self.handle, self.options, self.settings = handle, options, settings
         self.precision, self.ranks, self.initial = precision, ranks, initial
-        self.passage = PASSAGES["first"]
-        self.searches = PASSAGES["searches"](modules)
+        self.passage = moments.PASSAGES["first"]
+        self.searches = moments.PASSAGES["searches"](modules)
 
     @property
     def device(self) -> torch.device:

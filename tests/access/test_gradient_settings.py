@@ -32,7 +32,7 @@ from composable_fsdp.access import (
     set_separate_reduce_scatter_group,
 )
 from composable_fsdp.comm.collectives import CallRecord, record
-from composable_fsdp.comm.operations import operation_log, operation_logs
+from composable_fsdp.comm.groups import operation_log, operation_logs
 from composable_fsdp.features import recent_operations
 from composable_fsdp.features.guard.watch import GroupWatch
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states

@@ -14,7 +14,7 @@ from torch import nn
 import composable_fsdp
 from composable_fsdp import FSDPError, fully_shard
 from composable_fsdp.comm import collectives, operations
-from composable_fsdp.comm.operations import operation_log
+from composable_fsdp.comm.groups import MOST_OPERATIONS, operation_log
 from composable_fsdp.errors import CollectiveError
 from composable_fsdp.features import recent_operations
 from tests.support.sharded import RankCount
@@ -57,12 +57,12 @@ def test_the_log_keeps_no_memory_and_no_model_alive() -> None:
     with fake_world(2):
         group = dist.group.WORLD
         assert group is not None
-        for _ in range(operations.MOST_OPERATIONS + 5):
+        for _ in range(MOST_OPERATIONS + 5):
             collectives.all_reduce(torch.ones(2), group)
         log = operation_log(group)
 
-        assert len(log.operations) == operations.MOST_OPERATIONS
-        assert log.number == operations.MOST_OPERATIONS + 5
+        assert len(log.operations) == MOST_OPERATIONS
+        assert log.number == MOST_OPERATIONS + 5
         assert all(each.work is None for each in log.operations)
 
 

@@ -17,8 +17,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import ShardingStrategy, fully_shard
-from composable_fsdp.comm import collectives, operations
-from composable_fsdp.comm.operations import OperationLog, operation_log
+from composable_fsdp.comm import collectives
+from composable_fsdp.comm.groups import (
+    MOST_OPERATIONS,
+    OperationLog,
+    operation_log,
+    operation_logs,
+)
 from composable_fsdp.features.guard import progress
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.streams import FakeEvent, stream_order
@@ -127,7 +132,7 @@ def test_the_group_that_gathers_has_the_mark() -> None:
         for _ in range(2):
             model(torch.ones(2, 8)).sum().backward()
         event = handle.events.gather.event
-        marked = [log for log in operations.operation_logs() if event in log.marks]
+        marked = [log for log in operation_logs() if event in log.marks]
 
         assert marked == [operation_log(mesh.get_group("shard"))]
 
@@ -147,7 +152,7 @@ def test_units_on_streams_mark_their_collectives_and_hold_no_work() -> None:
         order.captured = set()
         progress.note_capture(capturing=False)  # as the next forward does
         assert not log.marks
-        for _ in range(operations.MOST_OPERATIONS):
+        for _ in range(MOST_OPERATIONS):
             collectives.all_reduce(torch.ones(2), world())
         log.marks.update(held)
         assert progress.running_in(log) is None

@@ -8,9 +8,8 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from composable_fsdp.comm import store_names
-from composable_fsdp.comm.agreement import Peers, key_value_store
-from composable_fsdp.comm.store_names import AgreedName
+from composable_fsdp.comm import agreement
+from composable_fsdp.comm.agreement import AgreedName, Peers, key_value_store
 from tests.support.on_ranks import on_ranks
 from tests.support.world import World
 
@@ -40,7 +39,7 @@ def test_an_attempt_that_was_killed_at_any_time_gives_no_name_to_the_next(
 ) -> None:
     """Ranks of the next attempt agree on a new name, and leave no key of their own."""
     store = HashStore()
-    monkeypatch.setattr(store_names, "default_store", lambda: store)
+    monkeypatch.setattr(agreement, "key_value_store", lambda: store)
     killed = Ranks(monkeypatch, 3)
     killed.step(before)
     ranks = Ranks(monkeypatch, 3)
@@ -61,7 +60,7 @@ def test_a_name_stays_if_another_thread_asks_once_more(
 ) -> None:
     """The thread that has found the name has removed the keys in which it stood."""
     store = HashStore()
-    monkeypatch.setattr(store_names, "default_store", lambda: store)
+    monkeypatch.setattr(agreement, "key_value_store", lambda: store)
     ranks = Ranks(monkeypatch, 2)
     ranks.step([1, 0, 1])
     monkeypatch.setattr(dist, "get_rank", lambda: 0)

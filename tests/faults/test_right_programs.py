@@ -32,8 +32,7 @@ from composable_fsdp import (
     save,
     unshard_params,
 )
-from composable_fsdp.comm import operations
-from composable_fsdp.comm.operations import operation_logs
+from composable_fsdp.comm.groups import operation_logs
 from composable_fsdp.features.guard import watch
 from tests.faults.test_calls_meet import CALLS, Trained
 from tests.faults.test_deaths import stop_this_process
@@ -324,7 +323,7 @@ def quiet() -> Iterator[None]:
             warnings.catch_warnings(),
             mock.patch.object(watch, "TICK", LATE / 10),
             mock.patch.object(watch, "SLOW", LATE / 5),
-            mock.patch.object(operations, "PATIENCE", soon),
+            mock.patch("composable_fsdp.comm.groups.PATIENCE", soon),
         ):
             warnings.simplefilter("error")
             yield

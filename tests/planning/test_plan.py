@@ -10,10 +10,9 @@ from torch import nn
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.config import Block
 from composable_fsdp.planning.assign import PlanRequest
-from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.planning.layout import ParameterSpec, RegionLayout, row_block
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.partition import plan_regions
+from composable_fsdp.planning.partition import interval_boxes, plan_regions
 from composable_fsdp.tools.memory import Memory
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.sharding_plan import plan_modules

@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import profile
 
 from composable_fsdp import fully_shard, plan, unshard_params
-from composable_fsdp.comm.ranges import OPEN
+from composable_fsdp.comm.operations import OPEN
 from tests.support.on_ranks import on_ranks
 from tests.support.scripts import run_script
 from tests.support.world import World, fake_world

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from composable_fsdp import Block, convert, fully_shard, optim_state_dict, save
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.planning.boxes import interval_boxes
+from composable_fsdp.planning.partition import interval_boxes
 from composable_fsdp.storage import export_safetensors, open_source
 from composable_fsdp.storage.export import export_module
 from composable_fsdp.tree.traversal import _get_fsdp_handles

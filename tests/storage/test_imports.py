@@ -13,7 +13,7 @@ ALLOWED = {*WORDS, "tree.traversal", "flat.param_ref", "optim.names"}
 OTHERS: dict[str, set[str]] = {
     # Ranks meet, agree and exchange over a private group: the only file that sends.
     "comm": {"team"},
-    "comm.consensus": {"team"},
+    "comm.agreement": {"team"},
     "comm.meeting": {"team"},
     "comm.nodes": {"team"},
     # The seam to modules: which units there are, that no step runs on them, which
@@ -30,7 +30,7 @@ OTHERS: dict[str, set[str]] = {
     "optim.single": {"part", "load_optim"},
     "optim.flat_state": {"contents", "tensors", "load_optim", "formats.nested"},
     # Pure functions of numbers and tensors: boxes of an interval, a hash of values.
-    "planning.boxes": {"manifest"},
+    "planning.partition": {"manifest"},
     "flat.value_hash": {"same_on_ranks"},
     # An export gathers the values of a unit on one rank.
     "state_dict.full": {"export"},

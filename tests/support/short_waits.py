@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from composable_fsdp.comm import operations
+from composable_fsdp.comm import groups
 from composable_fsdp.features.guard import watch
 
 LONG = 0.4
@@ -22,4 +22,4 @@ def shorten_waits() -> None:
     Call this before the first collective: a group keeps the patience of its first.
     """
     watch.TICK, watch.SLOW = OFTEN, LONG
-    operations.PATIENCE = timedelta(seconds=LONG)
+    groups.PATIENCE = timedelta(seconds=LONG)

@@ -1,1 +1,1 @@
-"""Full parameters at addresses that do not change, through ``FullForm.slot``."""
+"""Full parameters at addresses that do not change, through ``FullForm.arena_slot``."""

@@ -130,7 +130,7 @@ class Slot:
     def _move_out(self, handle: FlatParamHandle) -> Slot:
         """Give the unit, of whose leaves no graph has saved a view, its own slot."""
         own = Slot(self.option, handle.layout.device, _nbytes(handle))
-        handle.form.slot = own
+        handle.form.arena_slot = own
         return own
 
     # A transform of ``torch.func`` would wrap the memory.
@@ -224,4 +224,4 @@ def give_slots(context: RuntimeContext) -> None:
             if handle.form.needs_fill:
                 if device not in made:
                     made[device] = Slot(option, device, planned.nbytes)
-                handle.form.slot = made[device]
+                handle.form.arena_slot = made[device]

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from composable_fsdp.comm.operations import OperationRecord, operation_logs
+from composable_fsdp.comm.groups import operation_logs
+from composable_fsdp.comm.operations import OperationRecord
 
 DIRECTORY_VARIABLE = "COMPOSABLE_FSDP_HANG_DIR"
 """Environment variable: an existing directory for reports. Default: a new one, which

@@ -34,8 +34,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from composable_fsdp.comm import agreement
+from composable_fsdp.comm.groups import operation_log
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import note_thread, operation_log
+from composable_fsdp.comm.operations import note_thread
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard.compare import Announcement, disagreement, tag_of
 from composable_fsdp.features.guard.watch import StoreWait, agree_on_name

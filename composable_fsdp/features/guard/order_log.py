@@ -37,9 +37,9 @@ import torch.distributed as dist
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.device import is_capturing
-from composable_fsdp.comm.groups import GroupRef, Groups
+from composable_fsdp.comm.groups import GroupRef, Groups, operation_log
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import UNEVEN, note_thread, operation_log, record
+from composable_fsdp.comm.operations import UNEVEN, note_thread, record
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard import meetings
 from composable_fsdp.features.guard.compare import (
@@ -56,9 +56,8 @@ from composable_fsdp.features.guard.meetings import (
 )
 from composable_fsdp.features.guard.same_models import compare_models
 from composable_fsdp.features.guard.watch import leave_others, require_unbroken
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import NO_LOGS, FlatParamHandle, UnitLogs
 from composable_fsdp.flat.param_ref import slot_path
-from composable_fsdp.flat.use_order import NO_LOGS, UnitLogs
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.tree.initial_weights import ALL_RANKS
 from composable_fsdp.tree.state import RuntimeContext, _RootFSDPState

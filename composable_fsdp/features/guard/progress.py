@@ -20,12 +20,8 @@ from time import time_ns
 
 import torch
 
-from composable_fsdp.comm.operations import (
-    MOST_OPERATIONS,
-    Operation,
-    OperationLog,
-    operation_logs,
-)
+from composable_fsdp.comm.groups import MOST_OPERATIONS, OperationLog, operation_logs
+from composable_fsdp.comm.operations import Operation
 
 QUIET = 1.0
 """Seconds without a new collective after which the device is asked."""

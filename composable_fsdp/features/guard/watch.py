@@ -32,17 +32,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from composable_fsdp.comm import agreement
-from composable_fsdp.comm.nodes import group_timeout
-from composable_fsdp.comm.operations import (
-    UNEVEN,
-    Operation,
-    OperationLog,
-    OperationRecord,
-    Recorder,
-    operation_log,
-)
-from composable_fsdp.comm.store_names import pauses
-from composable_fsdp.errors import DesyncError, FSDPError
+from composable_fsdp.comm.agreement import group_timeout, pauses
+from composable_fsdp.comm.groups import OperationLog, Recorder, operation_log
+from composable_fsdp.comm.operations import UNEVEN, Operation, OperationRecord
+from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard import hang_report
 from composable_fsdp.features.guard.compare import SAME_CALLS, never_meet
 from composable_fsdp.features.guard.progress import quiet_for, running_in
@@ -211,7 +204,7 @@ class GroupWatch(Recorder):
         self.log.guarded = True
 
     def raises(self, text: str, *, owes: bool) -> None:
-        """Tell that this rank raises ``text``; see ``comm.operations.leave``."""
+        """Tell that this rank raises ``text``; see ``comm.operations.tell_raise``."""
         with suppress(RuntimeError):
             if not self.broken:
                 self.leave(_OWES if owes else _LEFT, f"raised: {text.rstrip('.')}")
@@ -252,15 +245,14 @@ class GroupWatch(Recorder):
                 "start the program again, or shard a model over a new process group."
             )
 
-    def failed(self, operation: Operation, error: RuntimeError) -> FSDPError:
-        """Return the proof that a rank has left, or the error about ``error``."""
+    def failed(self, operation: Operation) -> Exception | None:
+        """Return the proof that a rank has left, if there is one."""
         # A rank that has raised may end before the thread here has read why, and its
         # sockets then close: the cause is worth more than the sockets.
         with suppress(Exception):
             self._look_for_proof(agreement.key_value_store(), operation)
-            if (found := self.awaited(operation)) is not None:
-                return found
-        return super().failed(operation, error)
+            return self.awaited(operation)
+        return None
 
     def last_words(self) -> str:
         """Return which ranks are behind, and in which operation, as the store knows."""

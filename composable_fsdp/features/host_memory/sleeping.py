@@ -199,10 +199,10 @@ def _settle(trees: Iterable[RuntimeContext], handles: list[FlatParamHandle]) -> 
                 "reduction (no_sync). Call it after the backward that reduces."
             )
     for handle in handles:
-        if handle.form.slot is not None:
+        if handle.form.arena_slot is not None:
             # Before the versions are noted, which this moves: what a graph saved of the
             # slot is lost.
-            handle.form.slot.leave()
+            handle.form.arena_slot.leave()
 
 
 def _shown(

@@ -33,7 +33,7 @@ def hand_out(handle: FlatParamHandle) -> None:
     # In a slot of an arena other units write to the memory.
     if (
         form.needs_fill
-        and form.slot is None
+        and form.arena_slot is None
         and handle.residency is not UNSHARDED
         and form.handed is None
     ):

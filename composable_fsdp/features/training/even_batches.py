@@ -189,7 +189,7 @@ class _Source(Generic[T]):
     def leave(self) -> None:
         """Do not wait for the all-reduce of a turn that does not come."""
         if self._sent is not None:
-            self._sent.leave()
+            self._sent.detach()
             self._sent = None
 
     def _gather(self, text: str, between: str) -> str:

@@ -29,10 +29,9 @@ from torch.utils import _pytree
 from composable_fsdp.comm import collectives, operations
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.gradients import zero_missing
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.handle import NO_LOGS, NO_TASK, FlatParamHandle
 from composable_fsdp.flat.region import trains_of
 from composable_fsdp.flat.residency import NOT_GATHERED
-from composable_fsdp.flat.use_order import NO_LOGS
 from composable_fsdp.phases import BACKWARD_PRE, FORWARD, IDLE, Phase
 from composable_fsdp.runtime import graph_task, unshard
 from composable_fsdp.runtime.backward import (
@@ -132,7 +131,7 @@ class _Call(GradientOrder):
         self.states = [each for each in units if each in below]
         self.forms: list[Any] = []
         ahead = [(*s.ahead_in_forward, *s.ahead_in_backward) for s in self.states]
-        slots = [s.handle.form.slot for s in self.states if s.handle.form.slot]
+        slots = [slot for s in self.states if (slot := s.handle.form.arena_slot)]
         if isinstance(self.outer, _Call):
             raise self.refused("is inside that of a module that it is not below.")
         if not below.issuperset(chain(*ahead)) or len(set(slots)) < len(slots):
@@ -156,7 +155,7 @@ class _Call(GradientOrder):
         """Tell the other ranks, and return the error."""
         text = f"call_where of {self.name} {why}"
         for group in self.groups(taped=True):
-            operations.leave(group, text)
+            operations.tell_raise(group, text)
         return PhaseError(text)
 
     def recomputed(self) -> _Call:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composable_fsdp.comm.consensus import require_success_on_all_ranks
+from composable_fsdp.comm.meeting import require_success_on_all_ranks
 from composable_fsdp.config import OptimStateKeyType, StateDictType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.given_optimizers import full_state_dict
