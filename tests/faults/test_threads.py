@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_fsdp import fully_shard, get_full_param, unshard, unshard_params
-from composable_fsdp.comm.operations import operation_log
+from composable_fsdp.comm.groups import operation_log
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded import message_of
 from tests.support.world import World, single_rank_group
