@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ class Division(NamedTuple):
 NO_DIVISION = Division(1.0, 1.0, False)
 
 
-@cache
+@lru_cache(maxsize=64)  # a factor may change at each step
 def divisor_of(divisor: float, dtype: torch.dtype) -> Tensor | float:
     """Return what divides plain tensors of ``dtype`` as the number does, but faster."""
     # Of a number torch makes a tensor at each division, which takes most of the time.

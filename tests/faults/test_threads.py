@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_fsdp import fully_shard, get_full_param, unshard, unshard_params
+from composable_fsdp.comm.groups import operation_log
+from tests.support.on_ranks import on_ranks
 from tests.support.sharded import message_of
-from tests.support.world import single_rank_group
+from tests.support.world import World, single_rank_group
 
 
 class Waits(nn.Module):
@@ -131,3 +134,26 @@ def test_threads_that_take_turns_share_a_model() -> None:
         outputs.register_hook(inner)
         outputs.sum().backward()
         assert other.weight.grad is not None
+
+
+@pytest.mark.req("X-33")
+@on_ranks(2)
+def test_a_model_over_groups_of_its_own_leaves_the_default_group_to_others(
+    world: World,
+) -> None:
+    """Its ranks are compared over its own group: another thread may send meanwhile."""
+    group, model = dist.new_group(), fully_shard(nn.Linear(4, 4))
+    model(X).sum().backward()
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    before = operation_log(everyone).number
+
+    def train() -> None:
+        own = fully_shard(nn.Linear(4, 4), process_group=group)
+        own(X).sum().backward()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join(20)
+    assert operation_log(group).number >= 3  # a comparison, a gather and a reduction
+    assert operation_log(everyone).number == before

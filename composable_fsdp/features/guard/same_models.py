@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 import weakref
 import zlib
 from collections import Counter
@@ -175,8 +176,10 @@ def _route(groups: Groups, *, replicas: bool) -> tuple[dist.ProcessGroup, ...]:
         return () if groups.shard is None else (groups.shard,)
     everyone = dist.group.WORLD
     # The default group does not depend on the strategy: a rank with FULL_SHARD and a
-    # rank with HYBRID_SHARD meet there.
-    if everyone is not None and groups.world_size == everyone.size():
+    # rank with HYBRID_SHARD meet there. In a second thread, the first may be sending
+    # over it.
+    is_first = threading.current_thread() is threading.main_thread()
+    if everyone is not None and is_first and groups.world_size == everyone.size():
         return (everyone,)
     return groups.present
 
