@@ -22,7 +22,9 @@ class _Block(_GeneratorContextManager[None]):
         return super()._recreate_cm()
 
     def __del__(self) -> None:
-        if getgeneratorstate(self.gen) == GEN_CREATED:
+        # A call with wrong arguments has made no generator.
+        gen = vars(self).get("gen")
+        if gen and getgeneratorstate(gen) == GEN_CREATED:
             name = self.func.__name__
             warn(
                 f"{name}(...) without `with` did nothing: write `with {name}(...):`.",

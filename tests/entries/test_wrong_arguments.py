@@ -197,6 +197,9 @@ REFUSED: dict[str, Wrong] = {
     ),
     r"got 1-D, dims named 'tp'.*must not be passed": tensor_parallel_mesh,
     r"unshard_params\(\.\.\.\) without `with` did nothing": block_without_with,
+    r"^TypeError: .*unexpected keyword argument 'write_back'": (
+        lambda m, p: api.unshard_params(m, write_back=True)
+    ),
     r"exists already.*another name": export_twice,
     r"Of another dtype: '0\.weight'.*cast=True converts dtypes": another_dtype,
     r"Parameter '0\.weight' was changed.*found \(1, 1\).*set_full_param": (
