@@ -71,6 +71,12 @@ def transfer_plan(source: Boxes, target: Boxes) -> list[Transfer]:
     >>> transfer_plan(boxes(model), engine)[1]
     Transfer(source=0, target=1, name='head.weight', box=((2, 0), (2, 4)))
     """
+    for each in (source, target):
+        if not isinstance(each, Mapping):
+            raise TypeError(
+                "transfer_plan expects boxes by the name of the tensor, got a "
+                f"{type(each).__name__}. Pass boxes(model)."
+            )
     plan: list[Transfer] = []
     for name, wanted in target.items():
         if name not in source:

@@ -258,8 +258,8 @@ def fully_shard(
             Forward and backward compute with decoded values; shards, optimizer, state
             dicts and checkpoints are exact. Default None: the compute dtype.
         arena: ``composable_fsdp.features.Arena()`` keeps memory for full parameters at
-            the same addresses in every step, as graphs and registered memory need.
-            Default None: memory is allocated at each all-gather.
+            the same addresses in every step, as graphs need. Default None: memory is
+            allocated at each all-gather.
         use_orig_params: An argument of FSDP1. False gives a warning and is treated as
             True, the default: parameters stay the original objects.
 

@@ -197,8 +197,8 @@ def int8_all_to_all_hook(
 
     ::
 
-    rank 0  [ a0 | b0 ]  encode   [ a0 | b0 ]  all-to-all  [ a0 | a1 ]  decode, a0 + a1
-    rank 1  [ a1 | b1 ]   int8    [ a1 | b1 ]              [ b0 | b1 ]  and sum, b0 + b1
+        rank 0  [a0|b0]  encode  [a0|b0]  all-to-all  [a0|a1]  decode, a0 + a1
+        rank 1  [a1|b1]   int8   [a1|b1]              [b0|b1]  and sum, b0 + b1
 
     Each rank sends to each other rank the slice of that rank, encoded once, with a
     scale in float32 per 128 elements; no value is encoded a second time, as a ring

@@ -270,8 +270,11 @@ def make_form(
     elif source is None and layout.plan.piece_ranks and not layout.on_meta:
         source = Pieces(layout.plan, gathering)
     leaves = [r.full.leaves for r in layout.regions]
+    placed = _placed(layout.regions, layout.places, leaves)
+    swaps = zip(layout.tables, layout.keys, layout.sharded_placed, placed, strict=True)
     return FullForm(
-        _placed(layout.regions, layout.places, leaves),
+        placed,
+        tuple(swaps),
         (outputs, inputs),
         fulls,
         source.fills if isinstance(source, Pieces) else fills_of(gathering),

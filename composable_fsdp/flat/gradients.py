@@ -7,10 +7,8 @@ the user exchanged ``.grad`` of leaves, sums are added to each, as autograd does
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from itertools import compress, repeat
 from operator import is_, or_
 from typing import Any
 
@@ -139,7 +137,7 @@ def free_cleared(handle: FlatParamHandle) -> None:
 
 def are_cleared(leaves: Sequence[nn.Parameter]) -> bool:
     """Return whether no leaf has a ``.grad``."""
-    return all(map(is_, map(grad_of, leaves), repeat(None)))
+    return not [leaf for leaf in leaves if leaf.grad is not None]
 
 
 def _free_gradient(region: FlatParameter) -> None:
@@ -218,22 +216,22 @@ def show_on_leaves(
             for leaf, hit in zip(region.leaves, arrived, strict=True)
             if hit and leaf._post_accumulate_grad_hooks
         ]
-    leaves, views = region.leaves, region.gradient.views
     note_shown(region, arrived)
-    if 0 in arrived:
-        leaves = tuple(compress(leaves, arrived))
-        views = tuple(compress(views, arrived))
-    if not are_cleared(leaves):
-        for leaf, view in zip(leaves, views, strict=True):
-            if leaf.grad is not None and view is not None and leaf.grad is not view:
+    hooked: list[nn.Parameter] = []
+    pairs = zip(region.leaves, region.gradient.views, arrived, strict=True)
+    for leaf, view, hit in pairs:
+        if not hit:
+            continue
+        earlier = leaf.grad
+        if earlier is not view:
+            if earlier is not None and view is not None:
                 # The loss also used the sharded parameter directly (a penalty on
                 # weights), and autograd has accumulated that gradient in ``.grad``.
-                view.add_(leaf.grad)
-    # Loops in C: ``deque`` of no length drains an iterator.
-    deque(map(setattr, leaves, repeat("grad"), views), 0)
-    if not any(map(post_hooks_of, leaves)):
-        return []
-    return [leaf for leaf in leaves if leaf._post_accumulate_grad_hooks]
+                view.add_(earlier)
+            leaf.grad = view
+        if leaf._post_accumulate_grad_hooks:
+            hooked.append(leaf)
+    return hooked
 
 
 def note_shown(region: FlatParameter, parts: bytes) -> None:
@@ -323,6 +321,9 @@ def clear_arrived(handle: FlatParamHandle) -> None:
         reduce.progress = None
 
 
+_PLAIN = frozenset({Tensor})
+
+
 def copy_waiting_views(handle: FlatParamHandle) -> None:
     """Copy waiting gradients that are views of ``full``, before ``full`` is freed."""
     # A custom ``autograd.Function`` may return a saved weight as a gradient, also that
@@ -334,8 +335,10 @@ def copy_waiting_views(handle: FlatParamHandle) -> None:
             waiting = region.reduce.waiting
             # Tensor subclasses may have no data pointer; a subclass is never a view of
             # ``full``.
-            plain = [each for each in waiting if each.__class__ is torch.Tensor]
-            for place in map(torch.Tensor.data_ptr, plain):
+            plain: Iterable[Any] = waiting
+            if not _PLAIN.issuperset(map(type, waiting)):
+                plain = [each for each in waiting if type(each) is Tensor]
+            for place in map(Tensor.data_ptr, plain):
                 if begin <= place < end:
                     region.reduce.waiting = [
                         None if each is None else each.clone() for each in waiting

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, count
 from types import MappingProxyType
@@ -62,6 +62,8 @@ class FullForm:
 
     placed: tuple[nn.Parameter, ...]
     """The full leaf of each place."""
+    swaps: tuple[Swap, ...]
+    """Each place, for the loops of a step."""
     gather_lists: tuple[list[Tensor], list[Tensor]]
     """The outputs and the inputs of the all-gather, of each region with elements:
     ``full`` and the shard or this rank's slice of ``full``, or encoded values."""
@@ -312,15 +314,9 @@ class FlatParamHandle:
         return tuple(chain.from_iterable([region.leaves for region in regions]))
 
     @property
-    def swaps(self) -> Iterator[Swap]:
-        """Iterate over all places: table, key, sharded leaf and full leaf."""
-        return zip(
-            self.layout.tables,
-            self.layout.keys,
-            self.layout.sharded_placed,
-            self.form.placed,
-            strict=True,
-        )
+    def swaps(self) -> tuple[Swap, ...]:
+        """All places: table, key, sharded leaf and full leaf."""
+        return self.form.swaps
 
     @property
     def _fqns(self) -> tuple[str, ...]:

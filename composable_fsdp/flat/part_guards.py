@@ -15,10 +15,7 @@ torch sees no hook that would keep ``nn.TransformerEncoderLayer`` from its fast 
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from collections.abc import Sequence
-from itertools import repeat
-from operator import setitem
 from typing import Any
 
 import torch
@@ -80,17 +77,21 @@ def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
 
 def refuse_part_calls(handle: FlatParamHandle) -> None:
     """Install the refusal on the unit's parts; for the sharded state."""
-    tables = handle.guards
-    deque(map(setitem, tables, repeat(REFUSE), repeat(refuse_part)), 0)
-    # Before pre-hooks of the user, which may compute with parameters
-    # (``torch.nn.utils.weight_norm`` does).
-    deque(map(OrderedDict.move_to_end, tables, repeat(REFUSE), repeat(False)), 0)
+    for hooks in handle.guards:
+        alone = not hooks
+        hooks[REFUSE] = refuse_part
+        # Before pre-hooks of the user, which may compute with parameters
+        # (``torch.nn.utils.weight_norm`` does).
+        if not alone:
+            hooks.move_to_end(REFUSE, last=False)
 
 
 def allow_part_calls(handle: FlatParamHandle) -> None:
     """Remove the refusal from the unit's parts, for a forward."""
     # A user may have cleared the hooks of a module.
-    deque(map(OrderedDict.pop, handle.guards, repeat(REFUSE), repeat(None)), 0)
+    for hooks in handle.guards:
+        if REFUSE in hooks:
+            del hooks[REFUSE]
 
 
 def refuse_removals(handle: FlatParamHandle) -> None:

@@ -163,7 +163,6 @@ def _division(
 
 # Readers of an attribute for loops in C, without a Python-level call for each tensor.
 grad_of, trains_of = attrgetter("grad"), attrgetter("requires_grad")
-tensor_hooks_of = attrgetter("_backward_hooks")
 post_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 

@@ -341,13 +341,7 @@ def make_grad_hook(
             return
         reduce = region.reduce
         progress = reduce.progress
-        if (
-            progress is None
-            or progress.task != current_task()
-            or reduce.arrived[index]
-            or gradient.requires_grad
-            or not region.leaves[index].requires_grad
-        ):
+        if progress is None or progress.task != current_task() or reduce.arrived[index]:
             del gradient
             _arrive(region, index, leaf, param_form)
             return

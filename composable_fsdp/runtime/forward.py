@@ -28,7 +28,6 @@ from composable_fsdp.flat.residency import (
     NOT_GATHERED,
     UNSHARDED,
     foreign_place,
-    version_of,
 )
 from composable_fsdp.phases import BACKWARD_PRE, FORWARD, IDLE
 from composable_fsdp.runtime.backward import (
@@ -108,7 +107,8 @@ class Passage:
             ):
                 return _leave_wider(state, call, output)
         # A parameter or an input was written to in place.
-        if tuple(map(version_of, handle.form.placed)) != handle.form.readable:
+        form = handle.form
+        if tuple([leaf._version for leaf in form.placed]) != form.readable:
             return _leave_wider(state, call, output)
         for tensor, version in call.inputs:
             if tensor._version != version:

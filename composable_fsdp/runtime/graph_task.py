@@ -202,10 +202,12 @@ def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -
     handle.backward = progress
     if pending:
         handle.reduction.due = True
-    # A leaf with a form has a gradient of another class.
-    usual = None if handle.layout.forms else progress
+    # A leaf with a form has a gradient of another class; with ``create_graph`` a
+    # gradient requires grad; a parameter that was frozen since gets none.
+    usual = None if handle.layout.forms or progress.retained else progress
     for region in handle.layout.trainable:
-        region.reduce.progress = usual
+        frozen = [leaf for leaf in region.leaves if not leaf.requires_grad]
+        region.reduce.progress = None if frozen else usual
 
 
 def _full_param_requested(handle: FlatParamHandle) -> PhaseError:

@@ -48,7 +48,7 @@ from composable_fsdp.flat.gradients import (
     zero_missing,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import divisor_of, tensor_hooks_of
+from composable_fsdp.flat.region import divisor_of
 from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
 from composable_fsdp.runtime.partial_sums import (
     add_partial_sums,
@@ -377,7 +377,8 @@ def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
         reduce = region.reduce
         dtype = reduce.buffer.dtype
         direct = whole and dtype == region.gradient.dtype and not region.offload
-        reduce.has_tensor_hooks = any(map(tensor_hooks_of, region.leaves))
+        hooks = [leaf._backward_hooks for leaf in region.leaves]
+        reduce.has_tensor_hooks = any(hooks)
         reduce.temporary = None
         if not (direct and are_cleared(region.holders)):
             reduce.temporary = memory.new_buffer(

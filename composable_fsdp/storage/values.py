@@ -268,7 +268,7 @@ def _numpy_dtype(text: object, where: str) -> Any:
 
 
 def _data(value: Any, where: str, get: Get, depth: int) -> Any:
-    """Return the tensor of bytes that ``value`` refers to; see ``check_values``."""
+    """Return the tensor of bytes that ``value`` refers to."""
     # A check of the manifest alone has the place of the tensor, and no values.
     found = decode(value, where, get, depth)
     if getattr(found, "dtype", None) is not torch.uint8 or len(found.shape) != 1:

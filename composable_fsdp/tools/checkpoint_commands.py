@@ -132,7 +132,7 @@ def convert(given: argparse.Namespace) -> Answer:
         report = {
             "path": str(given.destination),
             "format": given.to,
-            **_summary(source, weights_only=given.weights_only),
+            **_summary(source, weights_only=weights),
             "left_out": left_out,
         }
         return report, _text(report, "written"), 0

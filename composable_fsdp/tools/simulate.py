@@ -374,7 +374,8 @@ def simulate(
         if given is None:
             raise PlanError(
                 "simulate expects a batch: the arguments of the forward on a rank, "
-                "such as batch=torch.zeros(8, 1024, device='meta')."
+                "such as batch=torch.zeros(8, 1024, device='meta') or --batch 8x1024; "
+                "or a function that returns (module, arguments)."
             )
         args, kwargs = fake_world.fake_arguments(given)
         made = _optimizer(optimizer, module, streams=streams)

@@ -104,7 +104,7 @@ SETTINGS: dict[str, Callable[[nn.Module], object]] = {
     ),
 }
 """A part of the error, and what one rank sets after sharding."""
-SHAPE = "the shape of parameter 'scale' of unit '1': (8,) on rank 0, (4, 2) on rank 1"
+SHAPE = "the shape of parameter '1.scale': (8,) on rank 0, (4, 2) on rank 1"
 
 
 def with_other_shape(*, is_changed: bool, **options: Any) -> nn.Module:

@@ -3,7 +3,7 @@
 Facts are texts::
 
     unit 3    'blocks.2'
-    the shape of parameter 'weight'    (8, 8)
+    the shape of parameter 'blocks.2.weight'    (8, 8)
     the option strategy                FULL_SHARD
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 from composable_fsdp.features.guard.compare import tag_of
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import slot_paths
-from composable_fsdp.naming import quoted
+from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning.options import UnitOptions, in_force
 from composable_fsdp.tree.changed_settings import (
     option_text,
@@ -29,8 +29,14 @@ Units: TypeAlias = Sequence[tuple[str, _FSDPState]]
 _NAMES, _SHAPE, _DTYPE, _FLAG, _OPTION, _PLACE = range(6)
 """Kinds of facts, in the order of comparison."""
 
-Fact: TypeAlias = tuple[int, int, str, str]
-"""Kind, number in the unit, what it is about, and its value."""
+_WORDS = {
+    _SHAPE: "the shape",
+    _DTYPE: "the dtype",
+    _FLAG: "requires_grad",
+    _PLACE: "the flat buffer",
+}
+Fact: TypeAlias = tuple[int, int, tuple[str, ...], str]
+"""Kind, number in the unit, the names that it is about, and its value."""
 
 
 class UnitFacts(NamedTuple):
@@ -39,6 +45,8 @@ class UnitFacts(NamedTuple):
     name: str
     parameters: tuple[Fact, ...]
     options: tuple[Fact, ...]
+    above: str
+    """Stands before the names of parameters."""
 
 
 def facts_of(units: Units, *, parts: bool = False) -> tuple[UnitFacts, ...]:
@@ -54,8 +62,8 @@ def facts_of(units: Units, *, parts: bool = False) -> tuple[UnitFacts, ...]:
         # Nor do parts of parameters, whose forms belong to the unit.
         owns = len(state.modules) > 1 or parts
         key = id(handle if owns else handle.layout.plan.regions)
+        several = len(state.modules) > 1
         if key not in parameters:
-            several = len(state.modules) > 1
             parameters[key] = tuple(_parameter_facts(handle, several, parts))
         # Numbers of ranks and not the ranks, which differ between replicas.
         named = setting_values(state, names)
@@ -71,7 +79,8 @@ def facts_of(units: Units, *, parts: bool = False) -> tuple[UnitFacts, ...]:
             told = _options_of(state.options)
             told |= zip((*_GROUPS, *named), map(str, settings), strict=True)
             options[setting] = _option_facts(told)
-        found.append(UnitFacts(name, parameters[key], options[setting]))
+        above = "" if several else name
+        found.append(UnitFacts(name, parameters[key], options[setting], above))
     return tuple(found)
 
 
@@ -92,18 +101,17 @@ def _parameter_facts(
     forms = handle.layout.forms
     for number, region in enumerate(handle.layout.plan.regions):
         for slot in region.parameters:
-            first, *others = slot_paths(handle, slot) if several else slot.fqns
-            tied = f" (tied to {', '.join(map(quoted, others))})" if others else ""
-            i, this = slot.index, f"of parameter {quoted(first)}"
+            names = tuple(slot_paths(handle, slot) if several else slot.fqns)
+            i, one = slot.index, names[:1]
             shape = forms[i].whole_shape(slot.shape) if parts else slot.shape
-            yield _NAMES, i, f"parameter {i + 1}", quoted(first) + tied
-            yield _SHAPE, i, f"the shape {this}", str(tuple(shape))
-            yield _DTYPE, i, f"the dtype {this}", option_text(region.dtype)
-            yield _FLAG, i, f"requires_grad {this}", str(region.trainable)
+            yield _NAMES, i, names, ""
+            yield _SHAPE, i, one, str(tuple(shape))
+            yield _DTYPE, i, one, option_text(region.dtype)
+            yield _FLAG, i, one, str(region.trainable)
             # Regions hold what a rank has, and parts differ in size.
             if not parts:
                 place = f"number {number + 1} from element {slot.offset}"
-                yield _PLACE, i, f"the flat buffer {this}", place
+                yield _PLACE, i, one, place
 
 
 def _options_of(options: UnitOptions) -> dict[str, str]:
@@ -116,7 +124,7 @@ def _options_of(options: UnitOptions) -> dict[str, str]:
 def _option_facts(options: Mapping[str, str]) -> tuple[Fact, ...]:
     """Return facts of options by name."""
     return tuple(
-        (_OPTION, number, f"the option {name}", value)
+        (_OPTION, number, (name,), value)
         for number, (name, value) in enumerate(options.items())
     )
 
@@ -134,6 +142,14 @@ def told_facts(units: Sequence[UnitFacts]) -> dict[tuple[int, ...], tuple[str, s
         # Names of units come before all else: a module that is a unit on some ranks
         # only would be told as parameters that are missing in the unit above.
         found[0, k] = f"unit number {k + 1} of the model", quoted(unit.name)
-        for kind, number, what, value in (*unit.parameters, *unit.options):
-            found[1, k, kind, number] = f"{what} of unit {quoted(unit.name)}", value
+        at = f"of unit {quoted(unit.name)}"
+        for _, number, (name,), value in unit.options:
+            found[1, k, _OPTION, number] = f"the option {name} {at}", value
+        for kind, number, names, value in unit.parameters:
+            full, *tied = (quoted(join_name(unit.above, name)) for name in names)
+            told = f"{_WORDS.get(kind)} of parameter {full}", value
+            if kind == _NAMES:
+                others = f" (tied to {', '.join(tied)})" if tied else ""
+                told = f"parameter {number + 1} {at}", full + others
+            found[1, k, kind, number] = told
     return found
