@@ -98,9 +98,9 @@ def plan(
     known = [each.name for each in fields(UnitOptions)]
     if unknown := sorted(options.keys() - set(known)):
         # A plan knows numbers of ranks and no mesh.
-        sizes = "world_size, and shard_world_size for a 2-D mesh"
+        here = "world_size, and shard_world_size for a 2-D mesh"
         meshes = ("mesh", "device_mesh", "dp_mesh_dims", "process_group")
-        names = {**FSDP2_NAMES, **dict.fromkeys(meshes, sizes)}
+        names = {**FSDP2_NAMES, **dict.fromkeys(meshes, here)}
         takes = ["world_size", "shard_world_size", "policy", "units", *known]
         raise TypeError(unknown_text(unknown, takes, "plan", names))
     chosen = UnitOptions(**options)
