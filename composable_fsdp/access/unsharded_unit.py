@@ -209,9 +209,9 @@ class UnshardedUnit:
     def _gradient_shard(
         self, region: FlatParameter, gradients: Iterable[Tensor | None] | None
     ) -> Tensor:
-        """Return a region's gradients as a new shard; None for one without elements."""
+        """Return a region's gradients as a new shard; without any, an empty one."""
         layout, device = region.layout, self.handle.layout.device
-        if gradients is None:
+        if gradients is None or not layout.shard_numel:
             return memory.new_buffer(0, layout.dtype, device)
         # A copy, because ``.grad`` of single parameters may be tensors of the user.
         shard = memory.new_buffer(layout.shard_numel, layout.dtype, device).zero_()

@@ -159,11 +159,7 @@ def _joins(handle: FlatParamHandle, group: dist.ProcessGroup) -> bool:
         grid.
     """
     groups = handle.groups
-    # A group of a single rank is None in ``handle.groups``.
-    covered = {dist.get_rank()}
-    for each in groups.present:
-        covered |= set(dist.get_process_group_ranks(each))
-    ranks = set(dist.get_process_group_ranks(group))
+    covered, ranks = groups.ranks, set(dist.get_process_group_ranks(group))
     if ranks <= covered:
         return False
     # An average over both groups is right only if each replicate group meets each shard

@@ -6,6 +6,15 @@ A parameter whose ``requires_grad`` changes belongs into another region.
     a (6), b (4), c (6) on two ranks    [ a a a a a a b b | b b c c c c c c ]
     a frozen: b and c                   [ . . . . . . b b | b b c c c c c c ]
               a                         [ a a a a a a | . . . . . . ]
+
+A shard is an interval of each flattened parameter. Checkpoint formats store rectangles,
+into which ``interval_boxes`` cuts an interval::
+
+    shape (4, 5), interval [3, 17)
+    row 0  . . . A A        A  offsets (0, 3)  sizes (1, 2)  start  0
+    row 1  B B B B B        B  offsets (1, 0)  sizes (2, 5)  start  2
+    row 2  B B B B B        C  offsets (3, 0)  sizes (1, 2)  start 12
+    row 3  C C . . .
 """
 
 from __future__ import annotations
