@@ -26,7 +26,7 @@ from composable_fsdp.flat.reduce_rule import NO_DIVISION, Division
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout, ShardCuts
 
 # Readers of an attribute for loops in C, without a Python-level call for each tensor.
-grad_of, trains_of = attrgetter("grad"), attrgetter("requires_grad")
+grad_of = attrgetter("grad")
 post_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
