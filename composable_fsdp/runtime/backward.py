@@ -345,7 +345,12 @@ def make_grad_hook(
             return
         reduce = region.reduce
         progress = reduce.progress
-        if progress is None or progress.task != current_task() or reduce.arrived[index]:
+        if (
+            progress is None
+            or progress.task != current_task()
+            or reduce.arrived[index]
+            or not region.leaves[index].requires_grad
+        ):
             del gradient
             _arrive(region, index, leaf, param_form)
             return
