@@ -214,7 +214,7 @@ def set_reduce_scatter_unused_params(
     name = "set_reduce_scatter_unused_params"
     require_flag(name, reduce_scatter_unused_params)
     for state in changed_units(module, name, recurse=recurse):
-        state.handle.rule.fill_missing(fill=reduce_scatter_unused_params)
+        state.handle.rule.fill = reduce_scatter_unused_params
 
 
 def register_comm_hook(

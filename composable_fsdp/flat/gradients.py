@@ -304,7 +304,13 @@ def zero_missing(handle: FlatParamHandle) -> None:
 
 def arrived_flags(handle: FlatParamHandle) -> tuple[bytes, ...]:
     """Return per region which leaves get a gradient, with sums that were held."""
-    arrived = tuple(map(bytes, map(handle.rule.flags, handle.layout.trainable)))
+    trainable = handle.layout.trainable
+    if handle.rule.fill:
+        # All parameters that were not frozen after the forward.
+        flags = [[leaf.requires_grad for leaf in r.leaves] for r in trainable]
+        arrived = tuple(map(bytes, flags))
+    else:
+        arrived = tuple([bytes(region.reduce.arrived) for region in trainable])
     if handle.reduction.held is not None:
         arrived = tuple(
             bytes(map(or_, now, earlier))
@@ -317,7 +323,7 @@ def clear_arrived(handle: FlatParamHandle) -> None:
     """Record that no gradient waits for a reduction."""
     for region in handle.layout.trainable:
         reduce = region.reduce
-        reduce.arrived[:] = bytes(len(reduce.arrived))
+        reduce.arrived[:] = region.gradient.unshown
         reduce.progress = None
 
 

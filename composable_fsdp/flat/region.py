@@ -20,7 +20,7 @@ A sum over ranks is divided by ``factor``, by default the number of ranks::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
@@ -64,14 +64,6 @@ def divisor_of(divisor: float, dtype: torch.dtype) -> Tensor | float:
         return torch.tensor(divisor, dtype=dtype, device="cpu")
 
 
-_arrived_flags: Callable[[Any], Iterable[int]] = attrgetter("reduce.arrived")
-
-
-def _requires_grad_flags(region: Any) -> list[bool]:
-    """Return 1 for each parameter that was not frozen after the forward."""
-    return [leaf.requires_grad for leaf in region.leaves]
-
-
 @dataclass(slots=True, eq=False)
 class ReduceRule:
     """The settings of a unit's collectives; written by ``access.settings``."""
@@ -90,9 +82,6 @@ class ReduceRule:
     fill: bool = False
     """Whether every trainable parameter takes part in every reduction, with zeros
     if a rank has no gradient (``features.unused.common_order``). Default: False."""
-    flags: Callable[[Any], Iterable[int]] = field(default=_arrived_flags)
-    """Returns per parameter of a region: 1 if a reduction gives the parameter a
-    gradient."""
     hook: Callable[..., object] | None = None
     """Communication hook of the user, which replaces the collectives. Default:
     None."""
@@ -112,10 +101,6 @@ class ReduceRule:
     """Stands in for ``collectives.all_gather_flat`` in the step. Default: None."""
     reduce_scatter: Callable[..., Any] | None = None
     """Stands in for ``collectives.reduce_scatter_flat``. Default: None."""
-
-    def fill_missing(self, *, fill: bool) -> None:
-        """Choose whether parameters without a gradient are reduced as zeros."""
-        self.fill, self.flags = fill, _requires_grad_flags if fill else _arrived_flags
 
 
 def split_factor(factor: float) -> tuple[float, float]:
@@ -162,7 +147,7 @@ def _division(
 
 
 # Readers of an attribute for loops in C, without a Python-level call for each tensor.
-grad_of, trains_of = attrgetter("grad"), attrgetter("requires_grad")
+grad_of = attrgetter("grad")
 post_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 

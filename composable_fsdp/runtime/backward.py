@@ -264,19 +264,19 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
         raise earlier_forward(f"unit {state.name}")
     if handle.backward.task != task:
         begin_unit_backward(context, state, task)
-    mode = handle.layout.plan.options.backward_prefetch
+    progress = handle.backward
     # A call with an alias ends by ``input_done``, which then reshards and reduces; a
     # call without an alias ends with the graph task.
     if call.aliased:
-        handle.backward.expected_calls += 1
+        progress.expected_calls += 1
     else:
         # Read if another unit needs the slot of an arena (``features.arena``).
-        handle.backward.endless = True
-    if order not in handle.backward.orders:
+        progress.endless = True
+    if order not in progress.orders:
         # First call of this order in this graph task: add the open calls of
         # the whole forward.
-        handle.backward.orders = (*handle.backward.orders, order)
-        handle.backward.open_calls += order.graphs.get(handle, 0)
+        progress.orders = (*progress.orders, order)
+        progress.open_calls += order.graphs.get(handle, 0)
     order.reach(context, handle, call.index)
     if handle.residency in NOT_GATHERED:
         unshard(context, handle)
@@ -287,7 +287,11 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
         order.reached = call.index
     if state.ahead_in_backward:
         prefetch_listed(context, state, state.ahead_in_backward)
-    elif order.reached > 0 and mode is BackwardPrefetch.BACKWARD_PRE:
+    elif (
+        order.reached > 0
+        and handle.layout.plan.options.backward_prefetch
+        is BackwardPrefetch.BACKWARD_PRE
+    ):
         prefetch_backward(context, order, order.reached)
 
 
@@ -341,7 +345,12 @@ def make_grad_hook(
             return
         reduce = region.reduce
         progress = reduce.progress
-        if progress is None or progress.task != current_task() or reduce.arrived[index]:
+        if (
+            progress is None
+            or progress.task != current_task()
+            or reduce.arrived[index]
+            or not region.leaves[index].requires_grad
+        ):
             del gradient
             _arrive(region, index, leaf, param_form)
             return

@@ -203,11 +203,10 @@ def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -
     if pending:
         handle.reduction.due = True
     # A leaf with a form has a gradient of another class; with ``create_graph`` a
-    # gradient requires grad; a parameter that was frozen since gets none.
+    # gradient requires grad.
     usual = None if handle.layout.forms or progress.retained else progress
     for region in handle.layout.trainable:
-        frozen = [leaf for leaf in region.leaves if not leaf.requires_grad]
-        region.reduce.progress = None if frozen else usual
+        region.reduce.progress = usual
 
 
 def _full_param_requested(handle: FlatParamHandle) -> PhaseError:

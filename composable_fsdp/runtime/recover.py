@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable
 from itertools import chain
-from operator import attrgetter
 from types import FrameType
 
 import torch
@@ -41,8 +40,6 @@ from composable_fsdp.tree.state import (
     is_below,
     root_of,
 )
-
-_fills = attrgetter("rule.fill")
 
 
 class GradientOrder(StepOrder):
@@ -100,7 +97,7 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         torch.is_grad_enabled(),
         context.changed_flags,
     )
-    fills = any(map(_fills, context.handles))
+    fills = True in [handle.rule.fill for handle in context.handles]
     context.order = moments.ORDERS[fills](mode)
     streams = context.streams
     if not streams.host_waits and streams.begin_iteration():

@@ -30,7 +30,6 @@ from composable_fsdp.comm import collectives, operations
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.gradients import zero_missing
 from composable_fsdp.flat.handle import NO_LOGS, NO_TASK, FlatParamHandle
-from composable_fsdp.flat.region import trains_of
 from composable_fsdp.flat.residency import NOT_GATHERED
 from composable_fsdp.phases import BACKWARD_PRE, FORWARD, IDLE, Phase
 from composable_fsdp.runtime import graph_task, unshard
@@ -265,7 +264,9 @@ class _Call(GradientOrder):
             copy_grads_to_reduce_buffers(context, unit)
             zero_missing(unit)
             for region in unit.layout.trainable:
-                region.reduce.arrived[:] = bytes(map(trains_of, region.leaves))
+                region.reduce.arrived[:] = bytes(
+                    [leaf.requires_grad for leaf in region.leaves]
+                )
             if state.settings.sync_gradients:
                 reduce_gradients(context, unit)
         for state in self.states:
