@@ -32,6 +32,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     ),
     "torch.autograd.graph": ("_engine_run_backward",),
     "torch.autograd.graph.Node()": ("_sequence_nr",),
+    "torch.autograd.profiler": ("_is_profiler_enabled",),
     "torch.distributed.ProcessGroup": (
         *("_device_types", "_get_backend", "_register_backend"),
         "_set_default_backend",

@@ -274,7 +274,7 @@ def test_a_rank_does_not_sleep_alone(world: World) -> None:
     if world.rank == 0:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(agreement.TIMEOUT_VARIABLE, "0.2")
-            with pytest.raises(DesyncError, match=r"sleep\(\) of .*rank 1"):
+            with pytest.raises(DesyncError, match=r"sleep\(\) of .*Rank 1"):
                 sleep(model)
     world.barrier()
     assert torch.equal(loss_of(model, gpt_input(0, world.rank)), loss)
