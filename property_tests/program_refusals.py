@@ -41,6 +41,10 @@ REFUSALS: list[tuple[set[str], str]] = [
         },
         "were written to while its full parameters were kept",
     ),
+    # Torch's functions make state of an optimizer by a step, which writes.
+    ({"action:torch_get"}, "Backward needs a tensor as it was in the forward"),
+    # Other data of parameters whose gradients are not reduced yet.
+    ({"argument:no_sync"}, "while gradients of no_sync wait to be reduced"),
     ({"form:generator"}, "returned a generator, which computes when"),
     ({"core:maxnorm"}, "it renormalises rows inside forward"),
     # Under MixedPrecision, or a wire format, full parameters are copies.
