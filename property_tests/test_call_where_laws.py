@@ -59,7 +59,7 @@ FIXED = [
 """Checkpoints of each kind, calls in calls, frozen and whole units."""
 
 
-@pytest.mark.req("M-13")
+@pytest.mark.req("W-06")
 @pytest.mark.parametrize("world_size", [2, 3])
 @examples(8)
 @given(programs=batches(PROGRAMS))

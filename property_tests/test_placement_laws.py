@@ -288,7 +288,7 @@ CASES = st.builds(
 )
 
 
-@pytest.mark.req("D-30")
+@pytest.mark.req("L-01", "L-02")
 @examples(4)
 @given(case=CASES)
 @example(case=Case((1, 1), then=(2, 2)))  # ZERO1 over both dims
@@ -346,7 +346,7 @@ def check_by_hand(world: World, levels: Levels) -> None:
     close(model.state_dict(), plain.state_dict(), case)
 
 
-@pytest.mark.req("D-30")
+@pytest.mark.req("L-01", "L-02")
 @pytest.mark.parametrize("levels", [(1, 1), (2, 4), (3, 4)])
 def test_ranks_agree_when_values_are_old(ranks: RankCount, levels: Levels) -> None:
     """Also if only ranks with elements of a parameter write to it."""
@@ -453,7 +453,7 @@ NORMED = st.builds(
 ).filter(lambda case: case.ranks in (2, 4))
 
 
-@pytest.mark.req("D-31")
+@pytest.mark.req("L-03")
 @examples(4)
 @given(case=NORMED)
 @example(case=Normed((1, 1), microbatches=3))

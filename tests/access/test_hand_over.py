@@ -93,7 +93,7 @@ def taken(memory: Held, name: str, box: Any) -> Tensor:
     raise AssertionError(f"{name}: the rank does not hold {box}")
 
 
-@pytest.mark.req("U-42")
+@pytest.mark.req("W-02")
 def test_a_transfer_between_any_two_layouts_rebuilds_the_model(
     ranks: RankCount,
 ) -> None:
@@ -138,7 +138,7 @@ def test_a_transfer_between_any_two_layouts_rebuilds_the_model(
                 assert sent == sum(p.numel() for p in model.parameters()) + 3
 
 
-@pytest.mark.req("U-42")
+@pytest.mark.req("W-02")
 def test_boxes_are_regular_or_refused_and_the_target_asks_for_what_there_is(
     one_rank: World,
 ) -> None:

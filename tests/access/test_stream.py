@@ -52,7 +52,7 @@ def require_state_dict(model: nn.Module, **how: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.req("U-40")
+@pytest.mark.req("W-01")
 @both_paths
 @pytest.mark.parametrize("max_bytes", [1, 3000, 1 << 30])
 @pytest.mark.parametrize("options", KINDS)
@@ -183,7 +183,7 @@ def test_names_and_a_dtype_choose_what_is_sent(world: World) -> None:
         stream_full(model, tensor_parallel="all")  # type: ignore[arg-type]  # misuse
 
 
-@pytest.mark.req("U-40")
+@pytest.mark.req("W-01")
 @pytest.mark.parametrize("how", ["whole", "local"])
 @pytest.mark.parametrize("hidden", [32, 11])
 @pytest.mark.parametrize("max_bytes", [1, 700, 1 << 30])
@@ -234,7 +234,7 @@ def leave(way: str, given: Iterator[tuple[str, Tensor]], after: int) -> None:
     gc.collect()
 
 
-@pytest.mark.req("U-41")
+@pytest.mark.req("W-01")
 @pytest.mark.parametrize("way", ["raise", "close", "collect"])
 @pytest.mark.parametrize("after", [1, 4, 27])
 @on_ranks(2, 3)
@@ -270,7 +270,7 @@ def test_ranks_may_leave_together(world: World) -> None:
     backward(loss_of(model, gpt_input(0, world.rank)))
 
 
-@pytest.mark.req("U-41")
+@pytest.mark.req("W-01")
 @on_ranks(2)
 def test_a_stream_is_refused_in_a_step_and_a_step_in_a_stream(world: World) -> None:
     """Errors by name, with the way out."""
@@ -316,7 +316,7 @@ def peak_of(model: nn.Module, **how: Any) -> int:
 SIZES = [{"max_bytes": n} for n in (1, 900, 5000, 1 << 30)]
 
 
-@pytest.mark.req("U-40")
+@pytest.mark.req("W-01")
 @pytest.mark.parametrize("how", [*SIZES, {"dtype": torch.bfloat16, "max_bytes": 900}])
 @pytest.mark.parametrize("to", [None, [0]])
 @pytest.mark.parametrize("strategy", [*ShardingStrategy][:3])
@@ -382,7 +382,7 @@ def test_stacked_experts_come_whole(world: World, max_bytes: int) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.req("U-40")
+@pytest.mark.req("W-01")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @on_ranks(2)
 def test_weights_of_millions_of_elements_come_in_buckets(

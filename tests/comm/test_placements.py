@@ -35,7 +35,7 @@ ILLEGAL: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.req("D-32")
+@pytest.mark.req("L-02")
 @pytest.mark.parametrize(("given", "error", "match"), ILLEGAL)
 def test_a_placement_without_a_legal_step_is_refused(
     given: dict[str, Any], error: type[Exception], match: str
@@ -57,7 +57,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.req("D-32")
+@pytest.mark.req("L-02")
 @pytest.mark.parametrize(("options", "match"), REFUSED)
 def test_a_placement_that_does_not_fit_is_refused(
     options: dict[str, Any], match: str
@@ -77,7 +77,7 @@ def test_a_placement_that_does_not_fit_is_refused(
     assert model.weight.shape == (8, 8)
 
 
-@pytest.mark.req("D-32")
+@pytest.mark.req("L-02")
 def test_calls_for_units_with_one_reduction_refuse_other_placements() -> None:
     """Communication hooks, and ``replicate`` over further ranks."""
     model = nn.Sequential(nn.Linear(8, 8))
@@ -93,7 +93,7 @@ def test_calls_for_units_with_one_reduction_refuse_other_placements() -> None:
             replicate(model, device_mesh=mesh["replicate"], init_sync=False)
 
 
-@pytest.mark.req("D-32")
+@pytest.mark.req("L-02")
 def test_no_other_code_names_a_strategy() -> None:
     """Members of ``ShardingStrategy`` are read in config, the table and the doors."""
     assert set(ROWS) == set(ShardingStrategy)

@@ -108,7 +108,7 @@ ENTRIES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.req("X-10")
+@pytest.mark.req("X-10", "D-16")
 @on_ranks(2)
 def test_models_are_compared_before_whatever_gathers_first(world: World) -> None:
     """A full state dict or a block of ``unshard_params`` may come before a forward."""
@@ -241,7 +241,7 @@ def check_weights(world: World, strategy: str, how: dict[str, Any]) -> Outcome:
     return outcome(lambda: step(model))
 
 
-@pytest.mark.req("X-13")
+@pytest.mark.req("X-13", "D-16")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
 def test_different_weights_are_warned_of_once(ranks: RankCount, strategy: str) -> None:
     """The first parameter, and which rank has its own values."""

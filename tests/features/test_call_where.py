@@ -139,7 +139,7 @@ def leave_out(world: World, how: str, words: str) -> None:
 LEFT_OUT = "call_where of 'seen' was left out of the loss on this rank"
 
 
-@pytest.mark.req("M-13")
+@pytest.mark.req("W-06")
 @pytest.mark.parametrize(
     ("how", "words"), [("dropped", LEFT_OUT), ("kept", "never meet")]
 )

@@ -53,7 +53,7 @@ def gradients(model: nn.Module, x: Tensor, *, twice: bool) -> list[Tensor]:
     return [x.grad, *[p.grad for p in model.parameters() if p.grad is not None]]
 
 
-@pytest.mark.req("M-12")
+@pytest.mark.req("W-05")
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize(
     ("name", "other"),
@@ -74,7 +74,7 @@ def test_gradients_are_those_without_offload(
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.req("M-12")
+@pytest.mark.req("W-05")
 def test_copies_come_back_a_block_ahead_in_the_recorded_order() -> None:
     """Two blocks are on the device at a time; the last two have never left it."""
     model = blocks_of(WRAPS["checkpoint"])
@@ -105,7 +105,7 @@ def test_copies_come_back_a_block_ahead_in_the_recorded_order() -> None:
     assert max(most) == 2
 
 
-@pytest.mark.req("M-12")
+@pytest.mark.req("W-05")
 @on_ranks(1)
 def test_parameters_of_units_are_not_copied(world: World) -> None:
     """A unit frees and fills them itself, without regard to the copies."""
@@ -127,7 +127,7 @@ def test_parameters_of_units_are_not_copied(world: World) -> None:
     backward(loss)
 
 
-@pytest.mark.req("M-12")
+@pytest.mark.req("W-05")
 @pytest.mark.parametrize("more", [0, 3], ids=["here", "left"])
 def test_a_write_over_what_a_block_saved_is_told(more: int) -> None:
     """As without offload; no gradient of other values."""
@@ -146,7 +146,7 @@ def test_a_write_over_what_a_block_saved_is_told(more: int) -> None:
         run()
 
 
-@pytest.mark.req("M-12")
+@pytest.mark.req("W-05")
 def test_the_forecast_counts_two_blocks() -> None:
     """Without offload each block more has an input more on the device."""
     x = torch.zeros(64, WIDTH, requires_grad=True)

@@ -82,7 +82,7 @@ OPTIMIZERS: dict[str, Callable[[Params], Optimizer]] = {
 }
 
 
-@pytest.mark.req("M-11")
+@pytest.mark.req("W-04")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
@@ -142,7 +142,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.req("M-11")
+@pytest.mark.req("W-04")
 @pytest.mark.parametrize("name", VARIANTS)
 @on_ranks(2)
 def test_state_dicts_and_checkpoints_are_as_ever(
@@ -169,7 +169,7 @@ def test_state_dicts_and_checkpoints_are_as_ever(
             assert torch.equal(p, q)
 
 
-@pytest.mark.req("M-11")
+@pytest.mark.req("W-04")
 @on_ranks(1)
 def test_a_state_with_gaps_in_memory_trains_as_any(world: World) -> None:
     """A view of every other element, which a program has put into the state."""
@@ -191,7 +191,7 @@ def test_a_state_with_gaps_in_memory_trains_as_any(world: World) -> None:
         assert torch.equal(p, q)
 
 
-@pytest.mark.req("M-11")
+@pytest.mark.req("W-04")
 @on_ranks(1)
 def test_states_pass_through_two_buffers_ahead_of_their_step(world: World) -> None:
     """The states of the next region come before the step of this one, and return to
@@ -232,7 +232,7 @@ def test_states_pass_through_two_buffers_ahead_of_their_step(world: World) -> No
     assert all(a is b for a, b in zip(homes, after, strict=True))
 
 
-@pytest.mark.req("M-11")
+@pytest.mark.req("W-04")
 @on_ranks(1)
 def test_the_option_offloads_at_the_first_step(world: World) -> None:
     """Of a weight of a million elements; a sleep between steps takes nothing away."""
@@ -254,7 +254,7 @@ def test_the_option_offloads_at_the_first_step(world: World) -> None:
         assert torch.equal(p, q)
 
 
-@pytest.mark.req("M-11")
+@pytest.mark.req("W-04")
 def test_the_plan_counts_two_buffers() -> None:
     """States are on the host; a step has two buffers of the largest region."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
@@ -273,7 +273,7 @@ def test_the_plan_counts_two_buffers() -> None:
     assert "on the device two buffers of" in str(found.plan)
 
 
-@pytest.mark.req("M-11")
+@pytest.mark.req("W-04")
 @on_ranks(1)
 def test_hooks_of_a_user_come_before_the_step(world: World) -> None:
     """What a later hook writes counts; after an error nothing is done."""

@@ -118,7 +118,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[nn.Module], Optimizer]]] = {
 }
 
 
-@pytest.mark.req("M-10")
+@pytest.mark.req("W-03")
 @pytest.mark.parametrize("name", VARIANTS)
 @on_ranks(2)
 def test_every_kind_of_training_can_sleep(world: World, name: str) -> None:
@@ -136,7 +136,7 @@ def test_every_kind_of_training_can_sleep(world: World, name: str) -> None:
     assert all(torch.equal(state[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.req("M-10")
+@pytest.mark.req("W-03")
 @on_ranks(4)
 def test_pieces_of_parameters_sleep_too(world: World) -> None:
     """With HFSDP; they are filled again."""
@@ -159,7 +159,7 @@ def test_pieces_of_parameters_sleep_too(world: World) -> None:
         assert not any(memory.is_allocated(each) for each in held)
 
 
-@pytest.mark.req("M-10")
+@pytest.mark.req("W-03")
 @on_ranks(4)
 def test_parts_of_tensor_parallelism_and_experts_can_sleep(world: World) -> None:
     """Two steps with a nap after each backward and each step."""
@@ -188,7 +188,7 @@ def test_parts_of_tensor_parallelism_and_experts_can_sleep(world: World) -> None
             assert torch.equal(tp.whole(p), tp.whole(q))
 
 
-@pytest.mark.req("M-10")
+@pytest.mark.req("W-03")
 @on_ranks(2)
 def test_a_sleeping_model_says_wake(world: World, tmp_path: Path) -> None:
     """Forward, backward, step, save, load, state dicts, copies, a second sleep."""
@@ -263,7 +263,7 @@ def test_gradients_that_wait_for_a_reduction_keep_a_model_awake(world: World) ->
     nap(model)
 
 
-@pytest.mark.req("M-10")
+@pytest.mark.req("W-03")
 @on_ranks(2)
 def test_a_rank_does_not_sleep_alone(world: World) -> None:
     """It would alone gather again what all hold; it stays awake, and trains on."""
@@ -282,7 +282,7 @@ def test_a_rank_does_not_sleep_alone(world: World) -> None:
     assert torch.equal(loss_of(model, gpt_input(0, world.rank)), loss)
 
 
-@pytest.mark.req("M-10")
+@pytest.mark.req("W-03")
 @on_ranks(1)
 def test_a_write_to_a_sleeping_model_is_told(world: World) -> None:
     """The model is awake then, with the values from before."""
@@ -301,7 +301,7 @@ def test_a_write_to_a_sleeping_model_is_told(world: World) -> None:
     model(gpt_input(0, 0))
 
 
-@pytest.mark.req("M-10")
+@pytest.mark.req("W-03")
 @on_ranks(1)
 def test_a_model_that_is_dropped_asleep_is_freed(world: World) -> None:
     """With its host memory, and without a refusal that a later unit would inherit."""
@@ -314,7 +314,7 @@ def test_a_model_that_is_dropped_asleep_is_freed(world: World) -> None:
     assert not NO_STEPS
 
 
-@pytest.mark.req("M-10")
+@pytest.mark.req("W-03")
 @on_ranks(1)
 def test_a_sleep_without_host_memory_leaves_the_model_awake(world: World) -> None:
     """The error is torch's, and training goes on."""

@@ -44,7 +44,7 @@ def run(*, offload: bool) -> tuple[list[Tensor], int]:
     return found, torch.cuda.max_memory_allocated() - before
 
 
-@pytest.mark.req("M-12")
+@pytest.mark.req("W-05")
 def test_the_peak_is_that_of_two_blocks_and_the_numbers_are_equal() -> None:
     """Of twelve inputs eight at least leave the peak."""
     (mine, low), (expected, high) = run(offload=True), run(offload=False)

@@ -16,7 +16,7 @@ SLEEP: Callable[[int], None] = vars(torch.cuda)["_sleep"]
 pytestmark = NEEDS_NCCL
 
 
-@pytest.mark.req("M-11")
+@pytest.mark.req("W-04")
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 def test_steps_have_the_bits_of_the_plain_optimizer(fused: bool) -> None:
     """With copies that a busy compute stream is late for; states are pinned."""
@@ -43,7 +43,7 @@ def test_steps_have_the_bits_of_the_plain_optimizer(fused: bool) -> None:
                     assert torch.equal(value.to(device), expected)
 
 
-@pytest.mark.req("M-11")
+@pytest.mark.req("W-04")
 def test_between_steps_no_state_is_on_the_device() -> None:
     """Two buffers during a step, and nothing after it."""
     device = torch.device("cuda", torch.cuda.current_device())

@@ -57,7 +57,7 @@ def weights(trainee: Trainee) -> list[Tensor]:
     return [p.detach().clone() for p in trainee.model.parameters()]
 
 
-@pytest.mark.req("M-10")
+@pytest.mark.req("W-03")
 @pytest.mark.parametrize("arena", [None, Arena()], ids=["plain", "arena"])
 def test_a_sleeping_model_has_no_device_memory(arena: Arena | None) -> None:
     """``memory_allocated`` is as before the model, after a backward and after steps."""
@@ -83,7 +83,7 @@ def test_a_sleeping_model_has_no_device_memory(arena: Arena | None) -> None:
         trainee.optimizer.step()
 
 
-@pytest.mark.req("M-10")
+@pytest.mark.req("W-03")
 @pytest.mark.parametrize("arena", [None, Arena()], ids=["plain", "arena"])
 def test_training_goes_on_after_a_nap_with_equal_numbers(arena: Arena | None) -> None:
     """Bit by bit beside a model that never sleeps; gradients sleep, too."""
@@ -101,7 +101,7 @@ def test_training_goes_on_after_a_nap_with_equal_numbers(arena: Arena | None) ->
         assert all(map(torch.equal, weights(tired), weights(other)))
 
 
-@pytest.mark.req("M-10")
+@pytest.mark.req("W-03")
 @pytest.mark.parametrize("arena", [None, Arena()], ids=["plain", "arena"])
 def test_a_captured_step_goes_on_after_a_nap(arena: Arena | None) -> None:
     """Its graphs are captured again at the new addresses."""
@@ -122,7 +122,7 @@ def test_a_captured_step_goes_on_after_a_nap(arena: Arena | None) -> None:
         assert held.isnan().all()
 
 
-@pytest.mark.req("M-10")
+@pytest.mark.req("W-03")
 def test_the_allocator_gives_the_memory_back() -> None:
     """Other processes get it: the reserved memory falls by the model's."""
     device = torch.device("cuda", torch.cuda.current_device())

@@ -17,7 +17,7 @@ from tests.support.world import World
 pytestmark = NEEDS_NCCL
 
 
-@pytest.mark.req("U-40")
+@pytest.mark.req("W-01")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @on_ranks()

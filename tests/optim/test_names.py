@@ -242,7 +242,7 @@ def stepped(world: World, steps: int) -> tuple[nn.Module, optim.Optimizer]:
     return model, optimizer
 
 
-@pytest.mark.req("P-20")
+@pytest.mark.req("P-20", "R-07")
 @on_ranks(3)
 def test_each_rank_may_have_its_own_order(world: World, tmp_path: Path) -> None:
     """Of groups and of parameters; out and in again, in every form."""
