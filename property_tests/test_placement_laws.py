@@ -224,6 +224,7 @@ def check_case(world: World, case: Case, folder: str) -> None:
     close(model.state_dict(), dict(expected.state_dict()), case)
     gathers = {call.world_size for call in calls if call.op == "all_gather"}
     for unit in plan(model).units:
+        assert ("inner:2" in case.placement().between) <= (unit.between_ranks == 2)
         # Backward gathers what was kept, among the ranks that kept it together.
         if 1 < unit.between_ranks < unit.parameter_ranks:
             assert unit.between_ranks in gathers
