@@ -120,11 +120,13 @@ def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:
     )
 
 
-def sharded_values(handle: FlatParamHandle, *, to_cpu: bool) -> dict[int, Tensor]:
-    """Return copies of this rank's part of the unit's parameters, by slot index."""
+def sharded_values(
+    handle: FlatParamHandle, *, to_cpu: bool, copy: bool
+) -> dict[int, Tensor]:
+    """Return this rank's part of the unit's parameters, by slot index."""
     return {
         ref.slot.index: sharded_value(
-            ref, ref.leaf.detach().to("cpu" if to_cpu else ref.leaf.device, copy=True)
+            ref, ref.leaf.detach().to("cpu" if to_cpu else ref.leaf.device, copy=copy)
         )
         for ref in param_refs(handle)
     }

@@ -37,6 +37,7 @@ from composable_fsdp.state_dict.full import (
     watch_values,
 )
 from composable_fsdp.state_dict.loading import load_from_state_dict
+from composable_fsdp.state_dict.settings import LiveStateDictConfig as Live
 from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.tree.root import compare_models, meet_over, outermost
 from composable_fsdp.tree.state import OWNERS, _FSDPState
@@ -132,7 +133,8 @@ def _begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             saving.show(full_values(state, first_only=first, to_cpu=to_cpu))
         else:
             require_between_steps(state, "state_dict")
-            saving.show(sharded_values(state.handle, to_cpu=config.offload_to_cpu))
+            to_cpu, copy = config.offload_to_cpu, not isinstance(config, Live)
+            saving.show(sharded_values(state.handle, to_cpu=to_cpu, copy=copy))
     if state.precision is not None:
         # Buffers have the dtype that they had before mixed precision cast them.
         dtypes = state.precision.buffer_dtypes
@@ -161,7 +163,8 @@ def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) 
         for key in below:
             if isinstance(state_dict[key], Tensor):
                 state_dict[key] = state_dict[key].cpu()
-    watch_values(state, {key: state_dict.get(key) for key in keys})
+    if not isinstance(saving.settings.state_dict_config, Live):
+        watch_values(state, {key: state_dict.get(key) for key in keys})
 
 
 def _keys(

@@ -68,7 +68,8 @@ class ShardedValue(Tensor):
 
     ``shape``, ``size()``, ``dtype`` and ``device`` describe the full value; ``local``
     holds this rank's elements ``[start, stop)`` of the flattened full value, in the
-    sharded parameter's shape: a copy, which later steps do not change.
+    sharded parameter's shape. They are the memory of the shard where DCP or FSDP2's
+    door asks, and a copy under ``state_dict_type``, as in FSDP2 and FSDP1.
 
     Element-wise operators of equally cut values and numbers work on these elements, as
     an average of state dicts needs. Operators that need the full value raise
