@@ -23,6 +23,7 @@ from composable_fsdp import clip_grad_norm_, fsdp2, fully_shard, unshard_params
 from tests.integrations_env.tiny_llama import distance, full
 from tests.support.on_ranks import on_ranks
 from tests.support.place import World
+from tests.support.reference import backward
 
 CLOSE = 2e-6
 
@@ -96,7 +97,7 @@ class Titan:
             out = self.model(tokens[:, :-1]).flatten(0, 1)
             # Over the tokens of all ranks, because apply_fsdp switches division off.
             loss = nn.functional.cross_entropy(out, tokens[:, 1:].flatten()) / 2
-            loss.backward()
+            backward(loss)
             if self.ours:
                 norm = clip_grad_norm_(self.model, 1.0)
             else:
@@ -162,9 +163,9 @@ def trains_as_alone(
     stepping = {id(m): optimizer(m) for m in (sharded, plain)}
     for step in range(3):
         own = loss(sharded, 2 * step + world.rank)
-        own.backward()
+        backward(own)
         both = [loss(plain, 2 * step + rank) for rank in (0, 1)]
-        (sum(both) / 2).backward()
+        backward(torch.stack(both).mean())
         assert own.item() == pytest.approx(both[world.rank].item(), rel=1e-4)
         for model in (sharded, plain):
             stepping[id(model)].step()

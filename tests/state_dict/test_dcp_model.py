@@ -468,14 +468,16 @@ def test_a_state_dict_for_dcp_follows_the_model(world: World, door: str) -> None
             shard(part, strategy=ShardingStrategy.SHARD_GRAD_OP)
         else:
             shard(part, reshard_after_forward=False)
-    kept = get_model_state_dict(model)
+    kept: dict[str, Any] = get_model_state_dict(model)
     named = model.state_dict() if entry else {}
 
     optimizer = adamw(model.parameters())
     model(gpt_input(0, world.rank)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    now = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    now: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True)
+    )
     for name, value in now.items():
         assert torch.equal(kept[name].full_tensor(), value), name
         assert not entry or torch.equal(named[name].full_tensor(), value), name
