@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.comm.groups import GroupRef
-from composable_fsdp.comm.nodes import twin_group
+from composable_fsdp.comm.meshes import twin_group
 from composable_fsdp.comm.operations import record
 from composable_fsdp.comm.placements import name_of
 from composable_fsdp.errors import CompositionError

@@ -9,13 +9,12 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from math import prod
 from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
 
-from composable_fsdp.comm.placements import REPLICATE, SHARD, Choice, Ways, grid_of
+from composable_fsdp.comm.placements import Choice, Grid
 from composable_fsdp.errors import PhaseError
 
 SIMULATED = "simulated"
@@ -59,8 +58,8 @@ class OperationLog:
     """The collectives of a process group on this rank, in the order of issue."""
 
     __slots__ = (
-        *("__weakref__", "coalesces", "guarded", "is_nccl", "marks", "name"),
-        *("number", "operations", "patience", "recorder", "threads"),
+        *("__weakref__", "coalesces", "guarded", "is_nccl", "layouts", "marks"),
+        *("name", "number", "operations", "patience", "recorder", "threads"),
     )
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -88,6 +87,8 @@ class OperationLog:
         # later operation alone. Units write here in every step, without a call.
         self.marks: dict[Any, int] = {}
         """By CUDA event: the number of the operation behind which it was recorded."""
+        self.layouts: dict[bool, RankLayout] = {}
+        """Of units that name this group alone; by whether the caller gave no group."""
 
 
 _logs: weakref.WeakKeyDictionary[dist.ProcessGroup, OperationLog] = (
@@ -253,44 +254,36 @@ class Groups:
 class RankLayout:
     """The ranks that the caller of ``fully_shard`` chose, and the groups per strategy.
 
-    ``comm.nodes.groups_for`` makes the groups.
+    ``comm.meshes.groups_for`` makes the groups.
     """
 
     __slots__ = (
         *("_replicate", "_shard", "by_node", "device_type", "grid"),
-        *("groups", "is_nccl", "members", "ways", "world_size"),
+        *("groups", "is_nccl", "members", "world_size"),
     )
 
     def __init__(
         self,
         shard: dist.ProcessGroup,
         replicate: dist.ProcessGroup | None,
-        device_type: str | None,
+        grid: Grid,
+        members: Sequence[int],
+        device_type: str | None = None,
         *,
-        mesh: tuple[Sequence[str], Sequence[int], Sequence[int]] | None = None,
         by_node: bool = False,
     ) -> None:
         self._shard = GroupRef(shard)
         self._replicate = _ref(replicate)
+        self.grid = grid
+        self.members = members
+        """The global ranks in the order of ``grid``."""
         self.device_type = device_type
         """Device type of the mesh, or ``None`` without a mesh."""
-        self.members: Sequence[int] | None = None
-        """The global ranks in the order of ``grid``; None for a pair of groups."""
-        names: Sequence[str] = ()
-        shape: Sequence[int] = [each.size() for each in (replicate, shard) if each]
-        if mesh is not None:
-            names, shape, self.members = mesh
-        elif replicate is None:
-            self.members = dist.get_process_group_ranks(shard)
-        names = names or (REPLICATE, SHARD)[-len(shape) :]
-        self.grid = grid_of(dict(zip(names, shape, strict=True)))
-        self.world_size = prod(shape)
+        self.world_size = len(members)
         """Number of ranks in both groups together."""
         self.by_node = by_node
         """Whether the caller gave neither a group nor a mesh."""
         self.is_nccl = self._shard.operations.is_nccl
-        self.ways: dict[Choice, Ways] = {}
-        """Numbers of ranks by placement, which each unit asks for."""
         self.groups: dict[Choice, Groups] = {}
         """Groups by placement, so that units with the same one share an object."""
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp.comm.groups import PEERLESS, Groups, RankLayout
-from composable_fsdp.comm.nodes import groups_for
+from composable_fsdp.comm.meshes import groups_for
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.flat.build import build_handle
 from composable_fsdp.flat.param_form import NO_FORMS

@@ -13,8 +13,7 @@ from torch import nn
 
 from composable_fsdp import ShardingStrategy, fully_shard
 from composable_fsdp.comm.groups import Groups, OperationLog, operation_log
-from composable_fsdp.comm.meshes import resolve_ranks
-from composable_fsdp.comm.nodes import groups_for
+from composable_fsdp.comm.meshes import groups_for, resolve_ranks
 from composable_fsdp.flat.build import set_divisions
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.world import fake_world
