@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from composable_fsdp.comm.placements import Choice, Grid
+from composable_fsdp.comm.placements import Choice, Grid, Ways
 from composable_fsdp.errors import PhaseError
 
 SIMULATED = "simulated"
@@ -59,11 +59,11 @@ class OperationLog:
 
     __slots__ = (
         *("__weakref__", "coalesces", "guarded", "is_nccl", "layouts", "marks"),
-        *("name", "number", "operations", "patience", "recorder", "threads"),
+        *("name", "number", "operations", "patience", "recorder", "size", "threads"),
     )
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.name = group.group_name
+        self.name, self.size = group.group_name, group.size()
         self.number = 0
         """Number of collectives issued so far."""
         self.operations: deque[Any] = deque(maxlen=MOST_OPERATIONS)
@@ -259,7 +259,7 @@ class RankLayout:
 
     __slots__ = (
         *("_replicate", "_shard", "by_node", "device_type", "grid"),
-        *("groups", "is_nccl", "members", "world_size"),
+        *("groups", "is_nccl", "members", "ways", "world_size"),
     )
 
     def __init__(
@@ -284,6 +284,8 @@ class RankLayout:
         self.by_node = by_node
         """Whether the caller gave neither a group nor a mesh."""
         self.is_nccl = self._shard.operations.is_nccl
+        self.ways: dict[Choice, Ways] = {}
+        """Numbers of ranks by placement, which each unit asks for."""
         self.groups: dict[Choice, Groups] = {}
         """Groups by placement, so that units with the same one share an object."""
 

@@ -49,6 +49,7 @@ from composable_fsdp.comm.placements import (
     SHARD,
     Choice,
     Dims,
+    Ways,
     grid_of,
     name_of,
     place,
@@ -255,6 +256,17 @@ def dims_for(ranks: RankLayout, chosen: Choice) -> Dims:
     return place(grid_of({REPLICATE: world_size // size, SHARD: size}), chosen)
 
 
+def sizes_for(ranks: RankLayout, chosen: Choice) -> Ways:
+    """Return the numbers of ranks of a unit. Raises: PlanError, as ``dims_for``."""
+    known = ranks.ways.get(chosen)
+    if known is None:
+        known = dims_for(ranks, chosen).ways
+        # Not kept: the environment says how large nodes are.
+        if not (ranks.by_node and chosen in HYBRID):
+            ranks.ways[chosen] = known
+    return known
+
+
 def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
     """Return the groups of a unit; units with equal placements share them.
 
@@ -262,14 +274,15 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
         a placement; all ranks must call, as of ``twin_group``.
     Raises: PlanError, as ``dims_for``.
     """
-    made, alive = ranks.groups.get(chosen), distributed_c10d._world.pg_group_ranks
-    # The program may have destroyed groups that were made here.
-    if made is not None and all(
-        ref.ref() in alive
-        for ref in (made.scatter_ref, made.sum_ref, made.kept_ref, made.spread_ref)
-        if ref not in (None, made.shard_ref, made.replicate_ref)
-    ):
-        return made
+    if (made := ranks.groups.get(chosen)) is not None:
+        for ref in (made.scatter_ref, made.sum_ref, made.kept_ref, made.spread_ref):
+            # The program may have destroyed groups that were made here.
+            if ref not in (None, made.shard_ref, made.replicate_ref) and (
+                ref.ref() not in distributed_c10d._world.pg_group_ranks
+            ):
+                break
+        else:
+            return made
     dims = dims_for(ranks, chosen)
     sizes, grid, members = dims.sizes, ranks.grid, ranks.members
     by_node = ranks.by_node and chosen in HYBRID

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from composable_fsdp.comm.groups import RankLayout
-from composable_fsdp.comm.meshes import dims_for, resolve_device, resolve_ranks
+from composable_fsdp.comm.meshes import resolve_device, resolve_ranks, sizes_for
 from composable_fsdp.compose.registry import API
 from composable_fsdp.config import TiedParams
 from composable_fsdp.errors import CompositionError, PlanError, warn
@@ -91,7 +91,7 @@ def prepare(
         ignored_modules=modules,
         ignored_states=states,
         tied_params=tied_params,
-        sizes=lambda chosen: dims_for(ranks, chosen).ways,
+        sizes=partial(sizes_for, ranks),
         policy=units,
         api=api,
         held=LEAVES,

@@ -47,7 +47,7 @@ def issue_all_reduce(
         average=regions[0].reduce.division.by_backend,
         async_op=async_op,
         operation=Operation(
-            ref.operations, "all_reduce", handle.full_fqn, handle.phase, targets[0]
+            ref.operations, "all_reduce", handle.full_fqn, handle.phase, targets
         ),
     )
 

@@ -420,7 +420,7 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
                     "reduce_scatter",
                     handle.full_fqn,
                     handle.phase,
-                    buffers[0],
+                    buffers,
                 ),
             )
             # On CPU the reduce-scatter is asynchronous, so ``all_reduce_sums`` adds. On

@@ -114,7 +114,7 @@ def _gather(
     if ref is not None:
         group = ref.ref() or ref.get()  # ``get`` raises if the group was destroyed
         operation = Operation(
-            ref.operations, "all_gather", handle.full_fqn, handle.phase, full[0]
+            ref.operations, "all_gather", handle.full_fqn, handle.phase, full
         )
         work = collectives.all_gather_flat(
             full, shards, group, async_op=async_op, operation=operation
