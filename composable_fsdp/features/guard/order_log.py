@@ -59,8 +59,7 @@ from composable_fsdp.features.guard.watch import leave_others, require_unbroken,
 from composable_fsdp.flat.handle import NO_LOGS, FlatParamHandle, UnitLogs
 from composable_fsdp.flat.param_ref import slot_path
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.tree.initial_weights import ALL_RANKS
-from composable_fsdp.tree.state import RuntimeContext, _RootFSDPState
+from composable_fsdp.tree.state import ALL_RANKS, RuntimeContext, _RootFSDPState
 
 BEGIN = "its beginning"
 """The place before the uses of a round."""

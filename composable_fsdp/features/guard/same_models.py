@@ -55,9 +55,13 @@ from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.flat.value_hash import WAY_OUT
 from composable_fsdp.naming import by_value, listed, quoted, ranks_text
-from composable_fsdp.tree.initial_weights import ALL_RANKS, SHARD_RANKS
 from composable_fsdp.tree.root import outermost, set_param_paths
-from composable_fsdp.tree.state import _FSDPState, _RootFSDPState
+from composable_fsdp.tree.state import (
+    ALL_RANKS,
+    SHARD_RANKS,
+    _FSDPState,
+    _RootFSDPState,
+)
 from composable_fsdp.tree.traversal import walk_states
 
 _WAY_OUT = (
