@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.comm.groups import GroupRef
+from composable_fsdp.comm.groups import operation_log
 from composable_fsdp.comm.meshes import twin_group
 from composable_fsdp.comm.operations import RECORDING
 from composable_fsdp.comm.placements import name_of
@@ -192,7 +192,7 @@ def set_separate_reduce_scatter_group(
             # The first forward records the groups of the units alone.
             for watch in RECORDING:
                 watch([group], agree=True)
-            rule.group = GroupRef(group)
+            rule.group = operation_log(group)
 
 
 def set_reduce_scatter_unused_params(

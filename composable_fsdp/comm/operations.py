@@ -1,6 +1,6 @@
 """The collectives that this rank issues over each process group, and their records.
 
-Every collective of this package is an ``Operation`` in the ``OperationLog`` of its
+Every collective of this package is an ``Operation`` in the ``GroupRef`` of its
 process group, whichever tree, direction or call sends the collective. The ranks of a
 group issue their collectives in the same order, so the n-th operation of a rank pairs
 with the n-th operation of every other rank::
@@ -39,7 +39,7 @@ from torch import Tensor
 
 from composable_fsdp.comm.groups import (
     NO_LIMIT,
-    OperationLog,
+    GroupRef,
     operation_log,
     operation_logs,
 )
@@ -85,7 +85,7 @@ class Operation:
 
     def __init__(
         self,
-        log: OperationLog,
+        log: GroupRef,
         op: str,
         unit: str | None,
         phase: Phase | str,

@@ -382,7 +382,7 @@ def _log(
     # Units may have equal groups in different ``Groups`` objects.
     key = tuple([group.group_name for group in groups])
     if key not in logs:
-        refs = [GroupRef(group) for group in groups if can_compare(group)]
+        refs = [operation_log(group) for group in groups if can_compare(group)]
         logs[key] = OrderLog(what, tree, order_over(groups), refs)
     found = logs[key]
     # The rounds note their thread there.
