@@ -178,12 +178,10 @@ def _name(agreed: AgreedName) -> bool:
 def equal_tags() -> Iterator[None]:
     """Take the other ranks to send this rank's tags; fake tensors have no values."""
 
-    def tags(tag: int, group: dist.ProcessGroup) -> list[int]:
-        return [tag] * group.size()
+    def equal(
+        op: str, numbers: Sequence[int], group: dist.ProcessGroup, *_: object
+    ) -> list[int]:
+        return [*numbers] * group.size()
 
-    def digests(digest: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-        return [*digest] * group.size()
-
-    same = mock.patch.object(collectives, "all_gather_digests", digests)
-    with mock.patch.object(collectives, "all_gather_tag", tags), same:
+    with mock.patch.object(collectives, "all_gather_numbers", equal):
         yield

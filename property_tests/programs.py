@@ -295,7 +295,7 @@ class Run:
         handle, context = state.handle, state.context
         assert context is not None
         left = context.entered, context.reducing, context.tasks, context.filling
-        counted = [unit.remaining for unit in context.marked.lists]
+        counted = [unit.remaining for unit in context.lists]
         assert not any((*left, *context.prefetched, *counted)), (state.name, left)
         assert not handle.reduction.due, state.name
         assert handle.reduction.held is None, state.name

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.comm.groups import GroupRef
-from composable_fsdp.comm.nodes import twin_group
-from composable_fsdp.comm.operations import record
+from composable_fsdp.comm.groups import operation_log
+from composable_fsdp.comm.meshes import twin_group
+from composable_fsdp.comm.operations import RECORDING
 from composable_fsdp.comm.placements import name_of
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.build import set_divisions
@@ -190,8 +190,9 @@ def set_separate_reduce_scatter_group(
         if enable and ref is not None:
             group = twin_group(ref.get(), "reductions")
             # The first forward records the groups of the units alone.
-            record([group], agree=True)
-            rule.group = GroupRef(group)
+            for watch in RECORDING:
+                watch([group], agree=True)
+            rule.group = operation_log(group)
 
 
 def set_reduce_scatter_unused_params(

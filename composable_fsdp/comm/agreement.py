@@ -1,8 +1,5 @@
 """Communication with the other ranks of a group through c10d's key-value store.
 
-The store is one-sided: a rank writes and reads keys without any action of its peers, so
-two ranks that are about to send different collectives can detect the difference before.
-
 The store of torchrun outlives its workers: after a restart it holds all keys of the
 attempt before, and groups have the same names again. So the first rank draws a name,
 and every other rank believes only an answer to the number that it has drawn itself::
@@ -24,14 +21,14 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from secrets import token_hex
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
-from composable_fsdp.comm.groups import PEERLESS, GroupRef
+from composable_fsdp.comm.groups import PEERLESS
 from composable_fsdp.errors import CompositionError, DesyncError
 from composable_fsdp.naming import ranks_text
 
@@ -186,48 +183,40 @@ def can_compare(group: dist.ProcessGroup) -> bool:
     return backend not in (*PEERLESS, "mpi")
 
 
-class PeerMessage(NamedTuple):
-    """The first message at a place, as JSON returns it: without tuples."""
-
-    rank: int
-    value: Any
-
-
 class Peers:
-    """The ranks of a group, which all make this object, for messages on ``topic``."""
+    """The ranks of a group, which all make this object, for a message on ``topic``."""
 
-    __slots__ = ("_group", "_topic")
+    __slots__ = ("_key", "_size")
 
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
-        self._group = GroupRef(group)
         # The n-th object of a group and topic is the same on each rank.
         counts = _peers.setdefault(group, Counter())
         counts[topic] += 1
-        self._topic = f"{topic}/{counts[topic]}"
+        name = agreed_name(group).agree(seconds_to_wait(group))
+        self._key = f"composable_fsdp/{name}/{topic}/{counts[topic]}"
+        self._size = group.size()
 
-    def say(self, place: str, value: Any) -> PeerMessage | None:
-        """Write ``value`` at ``place``; return another value of an earlier rank."""
+    def say(self, value: Any) -> tuple[int, Any] | None:
+        """Write ``value``; return the rank that was the first and its other value."""
         # Compared as JSON, in which a tuple is a list and NaN equals NaN. JSON has no
         # line feeds, so a line feed separates the value from the rest.
         mine = json.dumps(value)
         text = f"{mine}\n{dist.get_rank()}"
         # ``compare_set`` with an empty expected value writes only if the key does not
         # exist, and returns the stored text.
-        first = key_value_store().compare_set(self._key(place), "", text).decode()
+        first = key_value_store().compare_set(f"{self._key}/said", "", text).decode()
         told, _, rank = first.rpartition("\n")
         # Usually equal: a text is parsed only for an error.
-        return None if told == mine else PeerMessage(int(rank), json.loads(told))
+        return None if told == mine else (int(rank), json.loads(told))
 
-    def share(
-        self, place: str, text: str | None, within: float, also: Sequence[str] = ()
-    ) -> str | None:
-        """Return the first text that a rank gives at ``place``, on all ranks.
+    def share(self, text: str | None, within: float, *, said: bool) -> str | None:
+        """Return the first text that a rank gives, on all ranks; ``said``: after that.
 
-        Goes by the ranks that come ``within`` seconds; removes the places ``also``.
+        Goes by the ranks that come ``within`` seconds; the last removes the keys.
         """
-        store, key, size = key_value_store(), self._key(place), self._group.get().size()
+        store, key, size = key_value_store(), f"{self._key}/counts", self._size
         if text is not None:
-            self.say(f"{place}/text", text)
+            store.compare_set(f"{self._key}/text", "", text)
         # A single integer holds the numbers of ranks that came, that gave a text, which
         # they wrote before, and that left.
         width = size.bit_length()
@@ -237,21 +226,14 @@ class Peers:
             time.sleep(next(between))
             # Not ``add``: a FileStore grows by each.
             counts = int(store.get(key))
-        used = [place, *also]
+        used = [key, *([f"{self._key}/said"] if said else [])]
         if (counts >> width) % (1 << width):
-            used.append(f"{place}/text")
-            told = store.get(self._key(used[-1])).decode()
-            text = json.loads(told.rpartition("\n")[0])
-        # The last rank removes the keys.
+            used.append(f"{self._key}/text")
+            text = store.get(used[-1]).decode()
         if store.add(key, 1 << 2 * width) >> 2 * width == size:
-            for each in map(self._key, used):
+            for each in used:
                 store.delete_key(each)
         return text
-
-    def _key(self, place: str) -> str:
-        group = self._group.get()
-        name = agreed_name(group).agree(seconds_to_wait(group))
-        return f"composable_fsdp/{name}/{self._topic}/{place}"
 
 
 def agreed_name(group: dist.ProcessGroup) -> AgreedName:

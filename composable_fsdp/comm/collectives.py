@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from composable_fsdp.comm.device import outside_transforms
-from composable_fsdp.comm.operations import Operation, begin
+from composable_fsdp.comm.operations import NOTED, Operation, begin
 
 # ``all_gather_flat`` and ``reduce_scatter_flat`` run for every unit in every step, so
 # these functions call methods of the process group directly. The public functions of
@@ -90,34 +90,26 @@ class CallRecord:
         return sum(n * d.itemsize for n, d in zip(self.numel, self.dtype, strict=True))
 
 
-_recorder: list[CallRecord] | None = None
-
-
 @contextmanager
 def record() -> Iterator[list[CallRecord]]:
     """Collect the collectives that this process sends inside the block, in order.
 
     A nested block hides its collectives from the outer block.
     """
-    global _recorder
-    outer, _recorder = _recorder, []
+    found: list[CallRecord] = []
+
+    def note(operation: Operation, tensors: Sequence[Tensor]) -> None:
+        # A tag moves no data of the model.
+        if operation.op != TAG:
+            numel = tuple(t.numel() for t in tensors)
+            dtypes = tuple(t.dtype for t in tensors)
+            found.append(CallRecord(operation.op, numel, dtypes, operation.log.size))
+
+    NOTED.append(note)
     try:
-        yield _recorder
+        yield found
     finally:
-        _recorder = outer
-
-
-def _note(op: str, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Append a collective to the recording, if a recording is active."""
-    if _recorder is not None:
-        _recorder.append(
-            CallRecord(
-                op,
-                tuple(t.numel() for t in tensors),
-                tuple(t.dtype for t in tensors),
-                group.size(),
-            )
-        )
+        NOTED.remove(note)
 
 
 def all_gather_flat(
@@ -129,9 +121,7 @@ def all_gather_flat(
     operation: Operation | None = None,
 ) -> Operation | None:
     """Fill each full buffer with the shards of all ranks, in rank order."""
-    if _recorder is not None:  # no call in a step
-        _note("all_gather", full, group)
-    operation = operation or begin("all_gather", group, full[0])
+    operation = operation or begin("all_gather", group, full)
     options = _GATHER[async_op]
     whole: Any = full
     part: Any = shard
@@ -164,9 +154,7 @@ def reduce_scatter_flat(
     operation: Operation | None = None,
 ) -> Operation | None:
     """Sum (or average) each full buffer over the ranks; rank *r* keeps slice *r*."""
-    if _recorder is not None:
-        _note("reduce_scatter", full, group)
-    operation = operation or begin("reduce_scatter", group, full[0])
+    operation = operation or begin("reduce_scatter", group, full)
     whole: Any = full
     part: Any = shard
     start = _REDUCE_SCATTER_COALESCED
@@ -206,8 +194,7 @@ def all_reduce(
 ) -> Operation | None:
     """Sum each tensor over the ranks, in place; or take the maximum or the average."""
     given: Any = [tensors] if isinstance(tensors, Tensor) else tensors
-    _note("all_reduce", given, group)
-    operation = operation or begin("all_reduce", group, given[0])
+    operation = operation or begin("all_reduce", group, given)
     coalesced = len(given) > 1 and operation.log.coalesces
     kind = dist.AllreduceCoalescedOptions if coalesced else dist.AllreduceOptions
     op = dist.ReduceOp.MAX if maximum else _OPS[average]
@@ -299,7 +286,6 @@ def _at_first_rank(
     group: dist.ProcessGroup,
 ) -> None:
     """Move shards into or out of the full buffer of the first rank, the ``end``."""
-    _note(op, [shard], group)
     # Bytes, because gloo cannot gather or scatter complex numbers.
     part, parts = shard.view(torch.uint8), None
     if full is not None:
@@ -307,7 +293,7 @@ def _at_first_rank(
     # torch.distributed expects a global rank.
     first = {end: dist.get_global_rank(group, 0)}
     _send(
-        begin(op, group, shard),
+        begin(op, group, [shard]),
         lambda later: send(part, parts, group=group, async_op=later, **first),
     )
 
@@ -321,11 +307,10 @@ def all_to_all(
     async_op: bool = False,
 ) -> Operation | None:
     """Send a piece of ``sent`` to each rank, and receive a piece from each rank."""
-    _note("all_to_all", [sent], group)
     output, pieces = received.view(torch.uint8), sent.view(torch.uint8)
     theirs, ours = ([n * sent.itemsize for n in each] for each in sizes)
     return _send(
-        begin("all_to_all", group, sent),
+        begin("all_to_all", group, [sent]),
         # Bytes: an exchange computes nothing, and no backend knows all dtypes.
         lambda later: dist.all_to_all_single(
             output, pieces, theirs, ours, group=group, async_op=later
@@ -342,14 +327,13 @@ def broadcast(
     async_op: bool = False,
 ) -> Operation | None:
     """Copy ``tensor`` of a single rank to every rank, in place."""
-    _note("broadcast", [tensor], group)
     first = dist.get_global_rank(group, rank)
     sent = tensor
     # A number alone (0-D) has no view of another size.
     if tensor.dtype not in _AS_IS and tensor.is_contiguous():
         sent = tensor.reshape(-1).view(torch.uint8)
     return _send(
-        begin("broadcast", group, tensor),
+        begin("broadcast", group, [tensor]),
         lambda later: dist.broadcast(sent, src=first, group=group, async_op=later),
         async_op=async_op,
     )
@@ -359,7 +343,6 @@ def broadcast(
 @outside_transforms
 def broadcast_object(value: object, group: dist.ProcessGroup) -> Any:
     """Return the picklable ``value`` of the first rank on every rank."""
-    _note("broadcast_object", (), group)
     # Every rank must pass a list of the same length; the contents of the other ranks
     # are overwritten.
     values = [value]
@@ -371,42 +354,24 @@ def broadcast_object(value: object, group: dist.ProcessGroup) -> Any:
     return values[0]
 
 
-_TAG = "all_gather_tag"
-"""Not recorded, because it moves no data of the model."""
-
-
-def all_gather_tag(tag: int, group: dist.ProcessGroup) -> list[int]:
-    """Return every rank's ``tag``, an integer of 64 bits, in group rank order."""
-    return _all_gather_numbers([tag], group, _TAG, "comparison of the order")
-
-
-def all_gather_digests(digest: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """Return the integers ``digest`` of all ranks, one rank after the other."""
-    why = "comparison of the models"
-    return _all_gather_numbers(digest, group, "all_gather_digests", why)
-
-
-def all_gather_byte(byte: int, group: dist.ProcessGroup, why: str) -> list[int]:
-    """Return every rank's ``byte``, in group rank order."""
-    return _all_gather_numbers([byte], group, "all_gather_byte", why, torch.uint8)
+TAG = "all_gather_tag"
+"""The op of ``all_gather_numbers`` that compares the order of units."""
 
 
 @outside_transforms
-def _all_gather_numbers(
+def all_gather_numbers(
+    op: str,
     numbers: Sequence[int],
     group: dist.ProcessGroup,
-    op: str,
-    why: str,
+    phase: str,
     dtype: torch.dtype = torch.int64,
 ) -> list[int]:
-    """Return the numbers of all ranks, and record the operation as ``op``."""
+    """Return the numbers of all ranks, one rank after the other."""
     # From host memory if the group can send from there: the GPU need not be waited for.
     device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
     own = torch.tensor(numbers, dtype=dtype, device=device)
     every = own.new_empty(own.numel() * group.size())
-    if op != _TAG:
-        _note(op, [every], group)
-    operation = begin(op, group, every, why)
+    operation = begin(op, group, [every], phase)
     start = getattr(group, _ALL_GATHER)
     operation.send(start, every, own, AllgatherOptions(), async_op=False)
     found: list[int] = every.tolist()
@@ -416,7 +381,6 @@ def _all_gather_numbers(
 @outside_transforms
 def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:
     """Return every rank's picklable ``value``, in group rank order."""
-    _note("all_gather_object", (), group)
     values: list[Any] = [None] * group.size()
     _send(
         begin("all_gather_object", group),
@@ -428,7 +392,6 @@ def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:
 @outside_transforms
 def gather_object(value: object, group: dist.ProcessGroup) -> list[Any] | None:
     """Return the picklable values of all ranks on the first, None on the others."""
-    _note("gather_object", (), group)
     # Only the receiver may pass an output list.
     values: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
     first = dist.get_global_rank(group, 0)

@@ -1,14 +1,10 @@
 """CUDA streams and events of a root; on CPU, null objects in their place.
 
-Communication overlaps with compute on three side streams, for all-gathers, for
-reduce-scatters, and for all-reduces of hybrid units. On CPU, collectives are issued
-with ``async_op=True`` and the CPU waits for the ``Work`` where CUDA waits for an event.
-The CPU waits for the GPU only if shards are offloaded.
-
-Checked on torch 2.13 (CPU) and 2.11 (CUDA). Private: ``torch._C._cuda_getDevice``,
+On CPU, collectives are issued with ``async_op=True`` and the CPU waits for the ``Work``
+where CUDA waits for an event. Private: ``torch._C._cuda_getDevice``,
 ``_cuda_getCurrentStream`` and ``_cuda_setStream`` (``torch.cuda`` calls them after more
 Python than the launch of a kernel takes), ``peek_interpreter_stack`` and
-``_DisableFuncTorch`` of functorch.
+``_DisableFuncTorch`` of functorch; checked on torch 2.13 (CPU) and 2.11 (CUDA).
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -112,14 +108,11 @@ class _NoEvent(StreamEvent):
 
     __slots__ = ()
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self) -> None: ...
 
-    def record(self, stream: object) -> None:
-        """Do nothing."""
+    def record(self, stream: object) -> None: ...
 
-    def wait(self) -> None:
-        """Do nothing."""
+    def wait(self) -> None: ...
 
 
 class UnitEvents:
@@ -169,14 +162,12 @@ class Streams:
         *("host_waits", "reads_host", "reduce", "stepped"),
     )
 
+    # On CUDA only: all-gathers, reductions, all-reduces over replicas of sharded units,
+    # and what was current when the iteration began.
     gather: torch.cuda.Stream
-    """The stream of all-gathers. CUDA only."""
     reduce: torch.cuda.Stream
-    """The stream of reductions. CUDA only."""
     all_reduce: torch.cuda.Stream
-    """The stream of all-reduces over replicas of sharded units. CUDA only."""
     compute: torch.cuda.Stream
-    """The stream that was current when the iteration began. CUDA only."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -190,8 +181,7 @@ class Streams:
         """Whether all-gathers read shards in host memory, so that optimizers must wait
         for the gather stream."""
         self.stepped: StreamEvent | None = None
-        """End of the last optimizer step, on the stream of the step; ``None`` before
-        the first step."""
+        """End of the last optimizer step, on its stream; ``None`` before the first."""
 
     def begin_iteration(self) -> bool:
         """Make the gather stream wait for the caller of the forward.
@@ -247,7 +237,8 @@ class CudaStreams(Streams):
         self.reduce = _Stream(device, priority=-1)
         self.all_reduce = _Stream(device, priority=-1)
         self.compute = current_stream(device)
-        _watch_steps(self)
+        live_streams().add(self)
+        _install_step_hooks()
 
     def begin_iteration(self) -> bool:
         """Make the gather stream wait for the caller of the forward."""
@@ -295,7 +286,6 @@ class CudaStreams(Streams):
 
 _live: weakref.WeakSet[Streams] = weakref.WeakSet()
 """All ``Streams`` of this process; the optimizer hooks are global to the process."""
-_watching = False
 
 
 def live_streams() -> weakref.WeakSet[Streams]:
@@ -305,14 +295,11 @@ def live_streams() -> weakref.WeakSet[Streams]:
     return _live
 
 
-def _watch_steps(streams: Streams) -> None:
-    """Register ``streams``; install the optimizer hooks at the first call."""
-    global _watching
-    live_streams().add(streams)
-    if not _watching:
-        register_optimizer_step_pre_hook(_wait_for_reads)
-        register_optimizer_step_post_hook(_note_step)
-        _watching = True
+@cache
+def _install_step_hooks() -> None:
+    """Install the optimizer hooks, which are global to the process, once."""
+    register_optimizer_step_pre_hook(_wait_for_reads)
+    register_optimizer_step_post_hook(_note_step)
 
 
 def _wait_for_reads(optim: object, args: object, kwargs: object) -> None:
@@ -395,9 +382,8 @@ def outside_transforms(
 
 def make_events(device: torch.device) -> UnitEvents:
     """Return events for a unit on a CUDA device, ``NO_EVENTS`` on any other device."""
-    if device.type != "cuda" and not as_cuda():
-        return NO_EVENTS
-    return UnitEvents(partial(StreamEvent, device))
+    has_streams = device.type == "cuda" or as_cuda()
+    return UnitEvents(partial(StreamEvent, device)) if has_streams else NO_EVENTS
 
 
 def make_streams(device: torch.device) -> Streams:

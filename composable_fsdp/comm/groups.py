@@ -1,7 +1,4 @@
-"""Process groups: what each has sent, and those of a unit, to shard and to replicate.
-
-The collectives themselves are in ``comm.operations``.
-"""
+"""Process groups: what each has sent, and those of a unit."""
 
 from __future__ import annotations
 
@@ -9,13 +6,12 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from math import prod
 from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
 
-from composable_fsdp.comm.placements import REPLICATE, SHARD, Choice, Ways, grid_of
+from composable_fsdp.comm.placements import Choice, Grid, Ways
 from composable_fsdp.errors import PhaseError
 
 SIMULATED = "simulated"
@@ -55,18 +51,26 @@ class Recorder:
         return None
 
 
-class OperationLog:
-    """The collectives of a process group on this rank, in the order of issue."""
+class GroupRef:
+    """A weak reference to a process group, and its collectives in the order of issue.
+
+    One per group on each rank: ``operation_log`` returns it.
+    """
 
     __slots__ = (
-        *("__weakref__", "coalesces", "guarded", "is_nccl", "marks", "name"),
-        *("number", "operations", "patience", "recorder", "threads"),
+        *("__weakref__", "coalesces", "guarded", "is_nccl", "layouts", "marks"),
+        *("name", "number", "operations", "patience", "recorder", "ref", "size"),
+        "threads",
     )
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.name = group.group_name
-        self.number = 0
-        """Number of collectives issued so far."""
+        # If a model held the group strongly and outlived ``destroy_process_group``, the
+        # threads of the group would run until interpreter exit, where they sometimes
+        # abort the process.
+        self.ref = weakref.ref(group)
+        """Called by the collectives of every step, which saves two function calls."""
+        self.name, self.size = group.group_name, group.size()
+        self.number = 0  # of collectives issued so far
         self.operations: deque[Any] = deque(maxlen=MOST_OPERATIONS)
         """The last ``comm.operations.Operation`` objects."""
         # By device: ``"cpu:gloo,cuda:nccl"`` makes a group that is neither of the two.
@@ -88,40 +92,8 @@ class OperationLog:
         # later operation alone. Units write here in every step, without a call.
         self.marks: dict[Any, int] = {}
         """By CUDA event: the number of the operation behind which it was recorded."""
-
-
-_logs: weakref.WeakKeyDictionary[dist.ProcessGroup, OperationLog] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def operation_log(group: dist.ProcessGroup) -> OperationLog:
-    """Return the log of ``group``."""
-    # Weak keys: a destroyed group takes its log along.
-    found = _logs.get(group)
-    if found is None:
-        found = _logs[group] = OperationLog(group)
-    return found
-
-
-def operation_logs() -> list[OperationLog]:
-    """Return the logs of all process groups that exist."""
-    return list(_logs.values())
-
-
-class GroupRef:
-    """A weak reference to a process group, which torch.distributed keeps alive."""
-
-    __slots__ = ("operations", "ref")
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        # If a model held the group strongly and outlived ``destroy_process_group``, the
-        # threads of the group would run until interpreter exit, where they sometimes
-        # abort the process.
-        self.ref = weakref.ref(group)
-        """Called by the collectives of every step, which saves two function calls."""
-        self.operations = operation_log(group)
-        """The collectives over the group."""
+        self.layouts: dict[bool, RankLayout] = {}
+        """Of units that name this group alone; by whether the caller gave no group."""
 
     def get(self) -> dist.ProcessGroup:
         """Return the group. Raises: PhaseError, if the group was destroyed."""
@@ -139,8 +111,23 @@ class GroupRef:
         return self
 
 
-def _ref(group: dist.ProcessGroup | None) -> GroupRef | None:
-    return None if group is None else GroupRef(group)
+# Weak keys: a destroyed group takes its log along.
+_logs: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRef] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def operation_log(group: dist.ProcessGroup) -> GroupRef:
+    """Return the log of ``group``."""
+    found = _logs.get(group)
+    if found is None:
+        found = _logs[group] = GroupRef(group)
+    return found
+
+
+def operation_logs() -> list[GroupRef]:
+    """Return the logs of all process groups that exist."""
+    return list(_logs.values())
 
 
 class Groups:
@@ -169,33 +156,25 @@ class Groups:
         steps: Sequence[dist.ProcessGroup | None] | None = None,
     ) -> None:
         self.rank = shard.rank() if shard is not None else 0
-        given = (shard, replicate)
-        sizes = [1 if group is None else group.size() for group in given]
-        self.shard_world_size, self.replicas = sizes
         # A group of a single rank sends nothing, so the rest of the code sees no group.
-        refs = [
-            None if size == 1 else _ref(group)
-            for group, size in zip(given, sizes, strict=True)
+        given = [shard, replicate, *(steps or (shard, replicate, None, None))]
+        found = [None if group is None else operation_log(group) for group in given]
+        refs = [ref if ref and ref.size > 1 else None for ref in found]
+        self.shard_ref, self.replicate_ref, self.scatter_ref = refs[:3]
+        self.sum_ref, self.kept_ref, self.spread_ref = refs[3:]
+        self.shard_world_size, self.replicas, ranks = [
+            1 if ref is None else ref.size for ref in refs[:3]
         ]
-        self.shard_ref, self.replicate_ref = refs
-        # Equal groups share a reference: the log of operations is one per group.
-        given_refs = dict(zip(given, refs, strict=True))
-        self.scatter_ref, self.sum_ref, self.kept_ref, self.spread_ref = [
-            given_refs[group] if group in given_refs else _ref(group)
-            for group in steps or (shard, replicate, None, None)
-        ]
-        ref = self.scatter_ref
-        ranks = 1 if ref is None else ref.get().size()
         self.reduced_shards = self.shard_world_size // ranks
         """Number of shards in what a rank gets of a reduction."""
-        sending = [ref for ref in refs if ref is not None]
-        self.can_average = all(ref.operations.is_nccl for ref in sending)
+        sending = [ref for ref in refs[:2] if ref is not None]
+        self.can_average = all(ref.is_nccl for ref in sending)
         """Whether collectives of GPU tensors can average; gloo can only sum."""
         self.has_peers = any(
             dist.get_backend(ref.get()) not in PEERLESS for ref in sending
         )
         """Whether there are other ranks; a fake group has none."""
-        self.names = tuple([each.get().group_name if each else "" for each in refs])
+        self.names = tuple([each.name if each else "" for each in refs[:2]])
         """Equal for units over the same ranks; ``Groups`` may be several objects."""
 
     @property
@@ -253,7 +232,7 @@ class Groups:
 class RankLayout:
     """The ranks that the caller of ``fully_shard`` chose, and the groups per strategy.
 
-    ``comm.nodes.groups_for`` makes the groups.
+    ``comm.meshes.groups_for`` makes the groups.
     """
 
     __slots__ = (
@@ -265,30 +244,24 @@ class RankLayout:
         self,
         shard: dist.ProcessGroup,
         replicate: dist.ProcessGroup | None,
-        device_type: str | None,
+        grid: Grid,
+        members: Sequence[int],
+        device_type: str | None = None,
         *,
-        mesh: tuple[Sequence[str], Sequence[int], Sequence[int]] | None = None,
         by_node: bool = False,
     ) -> None:
-        self._shard = GroupRef(shard)
-        self._replicate = _ref(replicate)
+        self._shard = operation_log(shard)
+        self._replicate = None if replicate is None else operation_log(replicate)
+        self.grid = grid
+        self.members = members
+        """The global ranks in the order of ``grid``."""
         self.device_type = device_type
         """Device type of the mesh, or ``None`` without a mesh."""
-        self.members: Sequence[int] | None = None
-        """The global ranks in the order of ``grid``; None for a pair of groups."""
-        names: Sequence[str] = ()
-        shape: Sequence[int] = [each.size() for each in (replicate, shard) if each]
-        if mesh is not None:
-            names, shape, self.members = mesh
-        elif replicate is None:
-            self.members = dist.get_process_group_ranks(shard)
-        names = names or (REPLICATE, SHARD)[-len(shape) :]
-        self.grid = grid_of(dict(zip(names, shape, strict=True)))
-        self.world_size = prod(shape)
+        self.world_size = len(members)
         """Number of ranks in both groups together."""
         self.by_node = by_node
         """Whether the caller gave neither a group nor a mesh."""
-        self.is_nccl = self._shard.operations.is_nccl
+        self.is_nccl = self._shard.is_nccl
         self.ways: dict[Choice, Ways] = {}
         """Numbers of ranks by placement, which each unit asks for."""
         self.groups: dict[Choice, Groups] = {}

@@ -11,9 +11,6 @@ A rank that raises alone leaves the others waiting. By what these do at that mom
     require_success_on_all_ranks   every rank sends an outcome and waits for all
     send_failure, failed_rank      a rank that raises sends an integer and does not
                                    wait; the other ranks wait for the integers
-
-The rank that raised keeps the exception, with its traceback. The other ranks raise
-``Failure.rebuilt``: the same class, and the text with the rank that raised.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ class Call(NamedTuple):
     """A call that all ranks of a group have to make together."""
 
     name: str
-    """The function that the user called."""
+    """What the user called."""
     of: str = ""
     """The module or unit that the call is about; empty if there is none."""
     details: tuple[str | int, ...] = ()
@@ -46,11 +43,7 @@ class Call(NamedTuple):
 
     @property
     def story(self) -> str:
-        """The call in words.
-
-        >>> Call("unshard_params", "TinyGPT", ("writeback=True",)).story
-        'unshard_params(writeback=True) of TinyGPT'
-        """
+        """The call in words."""
         inside = ", ".join(map(str, self.details))
         return f"{self.name}({inside})" + (f" of {self.of}" if self.of else "")
 
@@ -60,11 +53,8 @@ def meet(
 ) -> None:
     """Wait until every rank of each group makes an equal ``call``.
 
-    Three round trips to the store per group, or none if ``always`` is False and the
-    call is expected.
-
-    Raises: DesyncError, if another rank makes another call, or no call within the time
-    limit.
+    Three round trips to the store per group; none if not ``always`` and it is expected.
+    Raises: DesyncError, if a rank makes another call, or none within the time limit.
     """
     for each in MEETS:
         each(groups, call, always=always)

@@ -1,4 +1,4 @@
-"""From the groups or the mesh that a caller names to a unit's ranks and device.
+"""From the groups or the mesh that a caller names to a unit's groups and device.
 
 Of a mesh with three and more dims, the dims are taken by their names::
 
@@ -9,8 +9,11 @@ Of a mesh with three and more dims, the dims are taken by their names::
     replicate, dp_replicate, ddp             equal parameters, other data  replicate
     tp, ep, pp, ..                           other parts of the model      refused
 
-Several dims that shard become a single dim of all their ranks, so that a mesh
-``(dp_replicate, dp_shard, cp)`` shards over ``dp_shard x cp`` ranks.
+Several dims that shard become a single dim of all their ranks. Hybrid units without
+given groups shard within a node and replicate across nodes::
+
+    8 ranks, LOCAL_WORLD_SIZE=4      shard      0 1 2 3 | 4 5 6 7
+                                     replicate  0 4 | 1 5 | 2 6 | 3 7
 
 Private: ``DeviceMesh._flatten``, ``_get_root_mesh``, checked on torch 2.13 and 2.11.
 """
@@ -20,21 +23,52 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from itertools import chain
+from datetime import timedelta
+from itertools import chain, product
 
 import torch
 import torch.distributed as dist
+
+# The functions of this module keep the default group of the first import as a default
+# argument for ever, whose threads now and then abort the process at its exit. Before
+# any group exists the default is None.
+import torch.distributed.nn.functional  # for its time of import
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.comm.groups import RankLayout
-from composable_fsdp.comm.placements import REPLICATE_NAMES as REPLICATE
+from composable_fsdp.comm.agreement import AgreedName, group_timeout
+from composable_fsdp.comm.groups import (
+    PEERLESS,
+    Groups,
+    RankLayout,
+    operation_log,
+)
+from composable_fsdp.comm.placements import (
+    REPLICATE,
+    REPLICATE_NAMES,
+    SHARD,
+    Choice,
+    Dims,
+    Ways,
+    grid_of,
+    name_of,
+    place,
+)
+from composable_fsdp.config import HYBRID
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.naming import quoted
 
 MODEL_PARALLEL = frozenset({"tp", "ep", "pp", "tensor", "expert", "pipeline"})
 """Usual names of mesh dims whose ranks hold different parts of the model."""
-SHARD = ("shard", "fsdp", "dp", "data", "dp_shard", "cp", "context")
+SHARDING = ("shard", "fsdp", "dp", "data", "dp_shard", "cp", "context")
 """Names of mesh dims over which parameters are sharded."""
+
+CHECKPOINT_TIMEOUT = "COMPOSABLE_FSDP_CHECKPOINT_TIMEOUT"
+"""Environment variable: seconds that a rank waits for the others in ``save`` and
+``load``. Default: the timeout of the model's process group."""
+
+_made: dict[tuple[tuple[int, ...], str], weakref.ref[dist.ProcessGroup]] = {}
+"""Groups created here, by global ranks and purpose."""
 
 
 def require_process_group(api: str) -> None:
@@ -59,37 +93,32 @@ def resolve_ranks(
         raise PlanError(
             "Pass process_group or device_mesh, not both: each names the ranks."
         )
-    kind = mesh = None
     if device_mesh is not None:
         shard, replicate = _groups_of_mesh(device_mesh)
-        kind = device_mesh.device_type
         # Numbers, made outside of modes: torch makes this tensor at each read, and a
         # simulation refuses one that is not fake.
         with torch._C._DisableTorchDispatch():
             ranks = device_mesh.mesh
-            members = tuple(ranks.reshape(-1).tolist())
-        mesh = device_mesh.mesh_dim_names or (), tuple(ranks.shape), members
-    elif isinstance(process_group, (tuple, list)):
+            members = ranks.reshape(-1).tolist()
+        names = device_mesh.mesh_dim_names or (REPLICATE, SHARD)[-ranks.ndim :]
+        grid = grid_of(dict(zip(names, ranks.shape, strict=True)))
+        return RankLayout(shard, replicate, grid, members, device_mesh.device_type)
+    if isinstance(process_group, (tuple, list)):
         shard, replicate = _pair(process_group)
-    else:
-        group = process_group if process_group is not None else dist.group.WORLD
-        shard, replicate = _member(group), None
-    if replicate is not None or kind is not None:
-        return RankLayout(shard, replicate, kind, mesh=mesh)
+        row, column = map(dist.get_process_group_ranks, (shard, replicate))
+        # A rank knows its own row and column; in a mesh the others are parallel.
+        members = [below + rank - dist.get_rank() for below in column for rank in row]
+        grid = grid_of({REPLICATE: len(column), SHARD: len(row)})
+        return RankLayout(shard, replicate, grid, members)
+    shard = _member(dist.group.WORLD if process_group is None else process_group)
     # Only the default group may be divided by node: the caller's own group is used as
     # given. Units of the same group share a layout, and so ``Groups`` objects.
-    by_node = process_group is None
-    layouts = _layouts.setdefault(shard, {})
-    if by_node not in layouts:
-        layouts[by_node] = RankLayout(shard, None, None, by_node=by_node)
-    return layouts[by_node]
-
-
-# Layouts by group; the key is whether the caller gave no group. A layout references its
-# group weakly (``GroupRef``), so that the entry is deleted together with the group.
-_layouts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, RankLayout]] = (
-    weakref.WeakKeyDictionary()
-)
+    known, by_node = operation_log(shard).layouts, process_group is None
+    if by_node not in known:
+        members = dist.get_process_group_ranks(shard)
+        grid = grid_of({SHARD: len(members)})
+        known[by_node] = RankLayout(shard, None, grid, members, by_node=by_node)
+    return known[by_node]
 
 
 def _pair(
@@ -159,8 +188,10 @@ def _groups_of_mesh(
         return _member(mesh.get_group(1)), _member(mesh.get_group(0))
     # Unknown names are refused and not guessed: a wrong guess would average gradients
     # of different parameters.
-    _refuse_others(mesh, [name for name in names if name in SHARD + REPLICATE])
-    shard, replicate = _one_dim(mesh, SHARD), _one_dim(mesh, REPLICATE)
+    _refuse_others(
+        mesh, [name for name in names if name in (*SHARDING, *REPLICATE_NAMES)]
+    )
+    shard, replicate = _one_dim(mesh, SHARDING), _one_dim(mesh, REPLICATE_NAMES)
     if shard is None:
         _refuse_others(mesh, None)
     assert shard is not None
@@ -189,12 +220,182 @@ def _refuse_others(mesh: DeviceMesh, known: Sequence[str] | None) -> None:
     rest = f" Of this mesh pass mesh[{kept}]." if kept else ""
     raise PlanError(
         "device_mesh expects a 1-D mesh, a 2-D mesh (replicate, shard), or more dims "
-        f"with mesh_dim_names {', '.join(SHARD)}, which shard, and "
-        f"{', '.join(REPLICATE)}, which replicate; got {mesh.ndim}-D, {told}: {mesh}. "
-        f"Dims whose ranks hold different parts of the model (tp, ep, pp) must not be "
-        f"passed.{rest} If ranks hold equal parameters (context parallelism), flatten: "
-        "mesh['dp', 'cp']._flatten('dp_cp')."
+        f"with mesh_dim_names {', '.join(SHARDING)}, which shard, and "
+        f"{', '.join(REPLICATE_NAMES)}, which replicate; got {mesh.ndim}-D, {told}: "
+        f"{mesh}. Dims whose ranks hold different parts of the model (tp, ep, pp) must "
+        f"not be passed.{rest} If ranks hold equal parameters (context parallelism), "
+        "flatten: mesh['dp', 'cp']._flatten('dp_cp')."
     )
+
+
+def dims_for(ranks: RankLayout, chosen: Choice) -> Dims:
+    """Return the dims of a unit's placement on its ranks.
+
+    Raises: PlanError, if a hybrid strategy has no groups to replicate over, if
+    ``LOCAL_WORLD_SIZE`` is not set or does not divide the world size, or as ``place``.
+    """
+    if chosen not in HYBRID or ranks.replicate is not None:
+        return place(ranks.grid, chosen)
+    if not ranks.by_node:
+        raise PlanError(
+            f"{name_of(chosen)} expects a 2-D device_mesh (replicate, shard) or "
+            "a tuple (shard group, replicate group); got one group. Pass one "
+            "of the two, or neither to shard within a node."
+        )
+    text, world_size = os.environ.get("LOCAL_WORLD_SIZE", ""), ranks.world_size
+    size = int(text) if text.isdecimal() else 0
+    if world_size > 1 and (not size or world_size % size):
+        raise PlanError(
+            "HYBRID_SHARD without process_group and device_mesh shards within a node, "
+            "and expects in LOCAL_WORLD_SIZE the node's number of ranks, which divides "
+            f"the world size {world_size}; got {text or 'nothing'}. Start the script "
+            "with torchrun, which sets it, or pass a 2-D device_mesh (replicate, "
+            "shard)."
+        )
+    size = 1 if world_size == 1 else size
+    return place(grid_of({REPLICATE: world_size // size, SHARD: size}), chosen)
+
+
+def sizes_for(ranks: RankLayout, chosen: Choice) -> Ways:
+    """Return the numbers of ranks of a unit. Raises: PlanError, as ``dims_for``."""
+    known = ranks.ways.get(chosen)
+    if known is None:
+        known = dims_for(ranks, chosen).ways
+        # Not kept: the environment says how large nodes are.
+        if not (ranks.by_node and chosen in HYBRID):
+            ranks.ways[chosen] = known
+    return known
+
+
+def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
+    """Return the groups of a unit; units with equal placements share them.
+
+    Collective: creates the groups that the caller has not given, at the first call for
+        a placement; all ranks must call, as of ``twin_group``.
+    Raises: PlanError, as ``dims_for``.
+    """
+    if (made := ranks.groups.get(chosen)) is not None:
+        for ref in (made.scatter_ref, made.sum_ref, made.kept_ref, made.spread_ref):
+            # The program may have destroyed groups that were made here.
+            if ref not in (None, made.shard_ref, made.replicate_ref) and (
+                ref.ref() not in distributed_c10d._world.pg_group_ranks
+            ):
+                break
+        else:
+            return made
+    dims = dims_for(ranks, chosen)
+    sizes, grid, members = dims.sizes, ranks.grid, ranks.members
+    by_node = ranks.by_node and chosen in HYBRID
+
+    def several(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in names if sizes[name] > 1)
+
+    known: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
+    if not by_node and sizes == dict(grid.dims):
+        known[several(grid.replicate)] = ranks.replicate
+        known[several(grid.shard)] = ranks.shard
+    # A group of a single rank sends nothing.
+    known[()] = None
+
+    def over(names: tuple[str, ...]) -> dist.ProcessGroup | None:
+        names = several(names)
+        if names in known:
+            return known[names]
+        # The ranks that differ from this one in ``names`` alone, in this order.
+        strides, stride = {}, 1
+        for name in reversed(sizes):
+            strides[name], stride = stride, stride * sizes[name]
+        first = at = members.index(dist.get_rank())
+        for name in names:
+            first -= at // strides[name] % sizes[name] * strides[name]
+        steps = [range(0, sizes[name] * strides[name], strides[name]) for name in names]
+        row = tuple(members[first + sum(each)] for each in product(*steps))
+        everyone, like = dist.group.WORLD, ranks.shard
+        assert everyone is not None
+        if row == tuple(range(everyone.size())):
+            return everyone
+        return _own_group(row, "placement", dist.get_backend(like), group_timeout(like))
+
+    steps = [over(names) for names in dims.steps]
+    groups = Groups(over(dims.states), over(dims.others(dims.states)), steps)
+    # Not kept: the groups of the nodes may be destroyed before the default group.
+    if not by_node:
+        ranks.groups[chosen] = groups
+    return groups
+
+
+def private_group(
+    ranks: tuple[int, ...], purpose: str, timeout: float | None = None
+) -> dist.ProcessGroup | None:
+    """Return a gloo group of the global ``ranks`` for ``purpose``; None for one rank.
+
+    Collective: creates the group at the first call; other ranks need not call.
+    """
+    # No other code sends on the group, so it can be used beside training, and by
+    # another thread if the thread has a purpose of its own.
+    if len(ranks) == 1:
+        return None
+    assert dist.group.WORLD is not None
+    # torch's own default of 30 minutes would outlive the model's groups.
+    told = os.environ.get(CHECKPOINT_TIMEOUT) or timeout
+    return _own_group(
+        ranks, purpose, "gloo", float(told or group_timeout(dist.group.WORLD))
+    )
+
+
+def twin_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
+    """Return another group of the same ranks, backend and timeout, for ``purpose``.
+
+    Collective: creates the group at the first call; all ranks of ``group`` must call.
+        NCCL with ``init_process_group(device_id=...)`` divides the communicator of the
+        default group, all ranks of which must then make a group at the same time.
+    """
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return _own_group(ranks, purpose, dist.get_backend(group), group_timeout(group))
+
+
+def _own_group(
+    ranks: tuple[int, ...], purpose: str, backend: str, seconds: float
+) -> dist.ProcessGroup:
+    """Return a group of some ranks of the default group, made at the first call."""
+    key = f"{purpose} {backend}"
+    made = _made.get((ranks, key))
+    known = made() if made is not None else None
+    # The weak reference is not sufficient: another object may keep a destroyed group
+    # alive on this rank and not on another. What torch.distributed knows is equal.
+    if known is not None and known in distributed_c10d._world.pg_group_ranks:
+        return known
+    described, everyone = f"composable_fsdp {purpose}", dist.group.WORLD
+    assert everyone is not None
+    # As ``new_group``: with a device NCCL divides the communicator of the default group
+    # here, where all ranks come, and not in the first collective, which a replica may
+    # send alone.
+    device = None if backend == "gloo" else everyone.bound_device_id
+    # ``new_group(use_local_synchronization=True)`` derives the name from the number of
+    # groups that a process knows, which differs between ranks, and torch's other names
+    # are in the store of torchrun already after a restart.
+    if backend in PEERLESS:
+        name = f"{described} {len(distributed_c10d._world.pg_names)}"
+    else:
+        name = AgreedName(described, ranks).agree(seconds)
+    group: dist.ProcessGroup
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend),
+        distributed_c10d._get_default_store(),
+        name,  # type: ignore[arg-type]  # torch's GroupName
+        timeout=timedelta(seconds=seconds),
+        device_id=device,
+        group_desc=described,
+    )
+    # ``_new_process_group_helper`` does not register the ranks of the group;
+    # ``new_group`` does so after the helper.
+    places = {rank: i for i, rank in enumerate(ranks)}
+    distributed_c10d._world.pg_group_ranks[group] = places
+    _made[ranks, key] = weakref.ref(group)
+    return group
 
 
 def resolve_device(

@@ -1,6 +1,6 @@
 """The collectives that this rank issues over each process group, and their records.
 
-Every collective of this package is an ``Operation`` in the ``OperationLog`` of its
+Every collective of this package is an ``Operation`` in the ``GroupRef`` of its
 process group, whichever tree, direction or call sends the collective. The ranks of a
 group issue their collectives in the same order, so the n-th operation of a rank pairs
 with the n-th operation of every other rank::
@@ -26,7 +26,7 @@ range, and ``OPEN`` before they close a range.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from threading import Thread, current_thread
 from time import time_ns
@@ -39,7 +39,7 @@ from torch import Tensor
 
 from composable_fsdp.comm.groups import (
     NO_LIMIT,
-    OperationLog,
+    GroupRef,
     operation_log,
     operation_logs,
 )
@@ -71,6 +71,10 @@ UNEVEN = (
 """The way out of the most frequent wait in a forward."""
 
 
+NOTED: list[Callable[[Operation, Sequence[Tensor]], None]] = []
+"""The last is called with each operation, and with the buffers or tensors it sends."""
+
+
 class Operation:
     """A collective that this rank has issued, and the ``Work`` to wait for."""
 
@@ -81,11 +85,11 @@ class Operation:
 
     def __init__(
         self,
-        log: OperationLog,
+        log: GroupRef,
         op: str,
         unit: str | None,
         phase: Phase | str,
-        tensor: Tensor | None,
+        tensors: Sequence[Tensor],
     ) -> None:
         self.log, self.op, self.unit, self.phase = log, op, unit, phase
         self.number = log.number = log.number + 1
@@ -93,13 +97,15 @@ class Operation:
         # ``Any``: ``dist.Work``, whose stubs lack the limit of ``wait``.
         self.work: Any = None
         # Not the tensor itself, because ``log`` must not keep its memory alive.
-        if tensor is None:
+        if not tensors:
             self.shape, self.dtype, self.patience = None, None, NO_LIMIT
         else:
-            self.shape, self.dtype = tensor.shape, tensor.dtype
-            self.patience = log.patience if tensor.is_cpu else NO_LIMIT
+            self.shape, self.dtype = tensors[0].shape, tensors[0].dtype
+            self.patience = log.patience if tensors[0].is_cpu else NO_LIMIT
         self.issued = time_ns()
         log.operations.append(self)
+        if NOTED:
+            NOTED[-1](self, tensors)
 
     def send(
         self, start: Callable[..., Any], *args: Any, async_op: bool
@@ -110,7 +116,7 @@ class Operation:
         try:
             # ``with`` costs two calls and the range four, so not without a profiler.
             if profiler._is_profiler_enabled:
-                with collective_range(self.op, self.unit):
+                with profiler.record_function(range_name(self.op, self.unit)):
                     self.work = start(*args)
             else:
                 self.work = start(*args)
@@ -132,7 +138,8 @@ class Operation:
         if work is not None:
             try:
                 if profiler._is_profiler_enabled:
-                    with collective_range(f"{self.op}_wait", self.unit):
+                    name = range_name(f"{self.op}_wait", self.unit)
+                    with profiler.record_function(name):
                         work.wait(self.patience)
                 else:
                     work.wait(self.patience)
@@ -286,7 +293,7 @@ def recent_operations(
 def begin(
     op: str,
     group: dist.ProcessGroup,
-    tensor: Tensor | None = None,
+    tensors: Sequence[Tensor] = (),
     phase: str | None = None,
 ) -> Operation:
     """Return a new operation that is not about a single unit, in the group's log."""
@@ -294,7 +301,7 @@ def begin(
     # Threads may send in another order than they number, so what two threads do is no
     # proof of a deadlock (``guard.watch``).
     note_thread(log.threads)
-    return Operation(log, op, None, phase or _calling(), tensor)
+    return Operation(log, op, None, phase or _calling(), tensors)
 
 
 def note_thread(threads: set[Thread]) -> None:
@@ -306,43 +313,23 @@ def note_thread(threads: set[Thread]) -> None:
         threads.add(this)
 
 
-class _Ours(dict[str, bool]):
-    """By file name: whether the file is in this package."""
-
-    def __missing__(self, name: str) -> bool:
-        found = self[name] = name.startswith(PACKAGE)
-        return found
-
-
-_ours = _Ours()
-
-
 def _calling() -> str:
     """Return the name of the outermost function of this package on the stack."""
-    name = ""
+    name, length = "", len(PACKAGE)
     frame: FrameType | None = sys._getframe(1)
     # Hooks of torch may lie between functions of this package, so all frames are read.
-    # Only collectives outside the common step come here. No call for each frame: a step
-    # that clips would cost more in a program with a deeper stack.
+    # Only collectives outside the common step come here.
     while frame is not None:
-        if _ours[frame.f_code.co_filename]:
+        # Not ``startswith``, which would be a call for each frame.
+        if frame.f_code.co_filename[:length] == PACKAGE:
             name = frame.f_code.co_name
         frame = frame.f_back
     return name
 
 
 RECORDING: list[Callable[..., None]] = []
-"""What ``record`` calls, with its arguments; ``features.defaults`` fills the list."""
-
-
-def record(groups: Iterable[dist.ProcessGroup], *, agree: bool = False) -> None:
-    """Give the logs of ``groups`` the recorder that the program has chosen.
-
-    With ``agree``, waits in the store for all ranks of each group, in the first call.
-    Raises: DesyncError, if they do not come.
-    """
-    for each in RECORDING:
-        each(groups, agree=agree)
+"""Called with groups before their first collective, and ``agree``: whether to wait in
+the store for all ranks of each; ``features.defaults`` fills the list."""
 
 
 def tell_raise(group: dist.ProcessGroup, text: str, *, owes: bool = False) -> None:
@@ -369,11 +356,6 @@ def range_name(kind: str, unit: str | None) -> str:
     # The name of the root has parentheses of its own.
     of_unit = f" ({unit})" if unit else "" if unit is None else f" {ROOT_NAME}"
     return f"composable_fsdp::{kind}{of_unit}"
-
-
-def collective_range(op: str, unit: str | None) -> Any:
-    """Return a context manager that is the range of a collective."""
-    return profiler.record_function(range_name(op, unit))
 
 
 def begin_range(kind: str, tree: object, unit: str) -> None:

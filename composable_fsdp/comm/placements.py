@@ -6,10 +6,11 @@ A placement names dims of a grid of ranks, of which a plan knows the sizes alone
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple, TypeAlias
 
-from composable_fsdp.config import Placement, ShardingStrategy
+from composable_fsdp.config import HYBRID, Placement, ShardingStrategy
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import quoted
 
@@ -62,14 +63,16 @@ class Dims(NamedTuple):
         between        | inner 0               | inner 1               |
     """
 
+    sizes: dict[str, int]
+    """Of all dims, outermost first; ``"name:n"`` is a part of the dim before it."""
     between: tuple[str, ...]
     parameters: tuple[str, ...]
     gradients: tuple[str, ...]
     states: tuple[str, ...]
-    sums: tuple[str, ...]
-    """The dims that do not divide gradients, in the order of the grid."""
-    others: tuple[str, ...]
-    """The dims that divide nothing."""
+
+    def others(self, divided: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the dims that are not ``divided``, in the order of the grid."""
+        return tuple(name for name in self.sizes if name not in divided)
 
     @property
     def steps(self) -> tuple[tuple[str, ...], ...]:
@@ -77,7 +80,15 @@ class Dims(NamedTuple):
         kept, spread = self.parameters, self.states[len(self.parameters) :]
         if not spread:
             kept = self.between if self.between != self.parameters else ()
-        return self.gradients, self.sums, kept, spread if kept else ()
+        sums = self.others(self.gradients)
+        return self.gradients, sums, kept, spread if kept else ()
+
+    @property
+    def ways(self) -> Ways:
+        """The numbers of ranks over which a unit divides."""
+        found = [self.states, self.others(self.states)]
+        found += [self.parameters, self.between, self.gradients]
+        return Ways(*(prod(self.sizes[name] for name in names) for names in found))
 
 
 def placement_of(chosen: Choice) -> Placement:
@@ -86,83 +97,87 @@ def placement_of(chosen: Choice) -> Placement:
 
 
 class Grid(NamedTuple):
-    """The dims of the ranks of a unit, by name, outermost first, with their sizes."""
+    """The dims of the ranks of a unit, with their sizes, outermost first."""
 
-    sizes: Mapping[str, int]
-    roles: Mapping[str, tuple[str, ...]]
-    """The dims that ``"shard"`` and ``"replicate"`` name."""
-
-    def place(self, chosen: Choice) -> tuple[Dims, dict[str, int]]:
-        """Return the dims of a placement, and the sizes of all dims, parts included.
-
-        Raises: PlanError, for a dim that the grid does not have.
-        """
-        placement = placement_of(chosen)
-        sizes = dict(self.sizes)
-        rows = [
-            [each for name in row for each in self._dims_of(name, sizes, placement)]
-            for row in placement.rows
-        ]
-        found: tuple[str, ...] = ()
-        dims = []
-        for names in rows:
-            own = [n for n in sizes if n in names or n.partition(":")[0] in names]
-            found = (*found, *(name for name in own if name not in found))
-            dims.append(found)
-        between, parameters, gradients, states = dims
-        sums, others = (
-            tuple(name for name in sizes if name not in divided)
-            for divided in (gradients, states)
-        )
-        return Dims(between, parameters, gradients, states, sums, others), sizes
-
-    def _dims_of(
-        self, name: str, sizes: dict[str, int], placement: Placement
-    ) -> tuple[str, ...]:
-        """Return the dims that a name means; a part of a dim is put into ``sizes``."""
-        base, is_part, ranks = name.partition(":")
-        # A mesh (shard, context) shards over both, also if a strategy says "shard".
-        known = self.roles.get(base, (base,) if base in self.sizes else None)
-        if known is None:
-            raise PlanError(
-                f"{placement} expects a mesh with dim {quoted(base)}; the dims "
-                f"are {', '.join(map(quoted, self.sizes))}. Pass device_mesh "
-                "with mesh_dim_names, or the names 'shard' and 'replicate'."
-            )
-        if not is_part:
-            return known
-        dim = known[-1]
-        number = int(ranks) if ranks.isdecimal() else 0
-        if not number or sizes[dim] % number:
-            raise PlanError(
-                f"{placement} expects '{base}:n' with a divisor n of the "
-                f"{sizes[dim]} ranks of the dim, got {name!r}."
-            )
-        # The part stands behind what is left of the dim.
-        inner = f"{dim}:{ranks}"
-        split = {dim: sizes[dim] // number, inner: number}
-        pairs = [split if n == dim else {n: size} for n, size in sizes.items()]
-        sizes.clear()
-        sizes |= {n: size for pair in pairs for n, size in pair.items()}
-        return (inner,)
-
-    def ways(self, chosen: Choice) -> Ways:
-        """Return the numbers of ranks over which a unit divides."""
-        dims, sizes = self.place(chosen)
-        between, parameters, gradients, states, _, others = (
-            prod(sizes[dim] for dim in each) for each in dims
-        )
-        return Ways(states, others, parameters, between, gradients)
+    dims: tuple[tuple[str, int], ...]
+    shard: tuple[str, ...]
+    """The dims that ``"shard"`` names: (shard, context) are both."""
+    replicate: tuple[str, ...]
 
 
-def grid_of(sizes: Mapping[str, int]) -> Grid:
+def grid_of(dims: Mapping[str, int]) -> Grid:
     """Return the grid of dims: of two the last shards, of more the names tell."""
-    *copies, shard = sizes
-    if len(sizes) < 3:
-        return Grid(sizes, {SHARD: (shard,), REPLICATE: tuple(copies)})
-    copies = [name for name in sizes if name in REPLICATE_NAMES]
-    rest = tuple(name for name in sizes if name not in copies)
-    return Grid(sizes, {SHARD: rest, REPLICATE: tuple(copies)})
+    *copies, _ = dims
+    if len(dims) > 2:
+        copies = [name for name in dims if name in REPLICATE_NAMES]
+    shard = tuple(name for name in dims if name not in copies)
+    return Grid(tuple(dims.items()), shard, tuple(copies))
+
+
+@lru_cache(maxsize=64)  # asked for each unit
+def place(grid: Grid, chosen: Choice) -> Dims:
+    """Return the dims of a placement.
+
+    Raises: PlanError, for a dim that the grid does not have.
+    """
+    placement, sizes = placement_of(chosen), dict(grid.dims)
+    found: tuple[str, ...] = ()
+    rows = []
+    for row in placement.rows:
+        # Only the first row has parts of dims, which are put into ``sizes``.
+        names = {dim for name in row for dim in _named(name, grid, sizes, placement)}
+        own = [n for n in sizes if n in names or n.partition(":")[0] in names]
+        found = (*found, *(name for name in own if name not in found))
+        rows.append(found)
+    return Dims(sizes, *rows)
+
+
+def _named(
+    name: str, grid: Grid, sizes: dict[str, int], placement: Placement
+) -> tuple[str, ...]:
+    """Return the dims that a name means; a part of a dim is put into ``sizes``."""
+    base, is_part, ranks = name.partition(":")
+    roles = {SHARD: grid.shard, REPLICATE: grid.replicate}
+    known = roles.get(base, (base,) if base in dict(grid.dims) else None)
+    if known is None:
+        raise PlanError(
+            f"{placement} expects a mesh with dim {quoted(base)}; the dims "
+            f"are {', '.join(quoted(dim) for dim, _ in grid.dims)}. Pass device_mesh "
+            "with mesh_dim_names, or the names 'shard' and 'replicate'."
+        )
+    if not is_part:
+        return known
+    dim = known[-1]
+    number = int(ranks) if ranks.isdecimal() else 0
+    if not number or sizes[dim] % number:
+        raise PlanError(
+            f"{placement} expects '{base}:n' with a divisor n of the "
+            f"{sizes[dim]} ranks of the dim, got {name!r}."
+        )
+    # The part stands behind what is left of the dim.
+    inner, before = f"{dim}:{ranks}", list(sizes.items())
+    sizes.clear()
+    for each, size in before:
+        sizes |= {dim: size // number, inner: number} if each == dim else {each: size}
+    return (inner,)
+
+
+def group_sizes(
+    chosen: Choice, *, world_size: int, shard_world_size: int | None = None
+) -> Ways:
+    """Return the numbers of ranks of a unit on a grid (replicate, shard).
+
+    Raises: PlanError, if a hybrid strategy gets no ``shard_world_size``.
+    """
+    if shard_world_size is None and chosen in HYBRID:
+        # The number of nodes is unknown here, so the plan cannot choose the groups that
+        # a hybrid strategy chooses by itself.
+        raise PlanError(
+            f"A plan with {name_of(chosen)} expects shard_world_size, the ranks that "
+            "share the parameters. Pass the size of the mesh's shard dim, or of a node."
+        )
+    size = shard_world_size or world_size
+    return place(grid_of({REPLICATE: world_size // size, SHARD: size}), chosen).ways
 
 
 def name_of(chosen: Choice) -> str:

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from composable_fsdp.comm.groups import RankLayout
-from composable_fsdp.comm.meshes import resolve_device, resolve_ranks
-from composable_fsdp.comm.nodes import sizes_for
+from composable_fsdp.comm.meshes import resolve_device, resolve_ranks, sizes_for
 from composable_fsdp.compose.registry import API
 from composable_fsdp.config import TiedParams
 from composable_fsdp.errors import CompositionError, PlanError, warn

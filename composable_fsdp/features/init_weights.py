@@ -24,7 +24,7 @@ from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase
 from composable_fsdp.tree.root import ensure_root, forget_root, outermost
-from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state, is_in_block
+from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import (
     _get_fsdp_states,
     require_module,
@@ -94,7 +94,13 @@ def apply_whole(module: nn.Module, fn: Init, what: str, *, wrappers: bool) -> No
             if top.context is None:
                 stack.callback(forget_root, ensure_root(top))
         # Inside a block of ``unshard_params`` a tree has its mark.
-        free = [top for top in tops.values() if not is_in_block(ensure_root(top))]
+        blocks = {top: ensure_root(top).summoned for top in tops.values()}
+        # Asleep is no block of ``unshard_params`` that others may join.
+        free = [
+            top
+            for top, block in blocks.items()
+            if block is None or block.record is not None
+        ]
         stack.enter_context(_summoned(free, rank0_only=False, what=what))
         units = [u for top in tops.values() for u in _get_fsdp_states(top.module)]
         shown = _FullOnTouch(units, stack.enter_context(ExitStack()), what)

@@ -205,7 +205,7 @@ class Pieces(GatherSource):
         ref = handle.groups.spread_ref
         assert ref is not None
         operation = Operation(
-            ref.operations, "all_gather", handle.full_fqn, handle.phase, self.kept[0]
+            ref, "all_gather", handle.full_fqn, handle.phase, self.kept
         )
         try:
             # The host waits on CPU: the next all-gather reads the pieces.

@@ -228,15 +228,14 @@ def require_agreement(optim: Optimizer, refused: str | None, *, is_first: bool) 
         if is_first:
             # The first rank writes what it holds, and the others compare.
             ours, gradients = _options(optim, group), _fingerprint(plain)
-            other = peers.say("options", [ours, gradients])
+            other = peers.say([ours, gradients])
             if other is not None:
-                theirs, their_gradients = other.value
-                own = own or _difference(optim, ours, theirs, other.rank)
+                rank, (theirs, their_gradients) = other
+                own = own or _difference(optim, ours, theirs, rank)
                 if gradients != their_gradients:
-                    _warn_of_unreduced(optim, plain, other.rank)
+                    _warn_of_unreduced(optim, plain, rank)
         # Passed on, for ranks that share no group with the one that refuses.
-        said = ("options",) if is_first else ()
-        told = peers.share("state", own or told, _PATIENCE, said) or told
+        told = peers.share(own or told, _PATIENCE, said=is_first) or told
     if own:
         raise CompositionError(own)
     if told:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from composable_fsdp.comm.nodes import group_sizes
-from composable_fsdp.comm.placements import Choice, Ways
+from composable_fsdp.comm.placements import Choice, Ways, group_sizes
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.planning.assign import Occurrence, PlanRequest, Unit, assign_units

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp.comm.groups import PEERLESS, Groups, RankLayout
-from composable_fsdp.comm.nodes import groups_for
+from composable_fsdp.comm.meshes import groups_for
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.flat.build import build_handle
 from composable_fsdp.flat.param_form import NO_FORMS
@@ -17,9 +17,15 @@ from composable_fsdp.flat.param_ref import record_replaced
 from composable_fsdp.flat.value_hash import hash_values, have_values
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.forward import install_hooks
-from composable_fsdp.tree.initial_weights import InitialWeights, in_slot_order
 from composable_fsdp.tree.moments import FORMS_TAKEN, UNIT_BUILT
-from composable_fsdp.tree.state import OWNERS, UnitSettings, _FSDPState, make_precision
+from composable_fsdp.tree.state import (
+    OWNERS,
+    InitialWeights,
+    UnitSettings,
+    _FSDPState,
+    in_slot_order,
+    make_precision,
+)
 
 
 def build_units(

@@ -291,11 +291,11 @@ def _end_outermost(context: RuntimeContext, *, awaited: bool) -> None:
         drop_unused(context)
     for log in context.forward_logs:
         log.end()
-    if context.marked.offload and not awaited:
+    if context.offload and not awaited:
         # No backward will wait for the copies to the device, so wait here: an optimizer
         # or the user may overwrite the shards on the host.
         synchronize_copy_stream(context)
-    for unit in context.marked.lists:
+    for unit in context.lists:
         if unit.remaining:
             unit.remaining = frozenset()
             # Some of its modules did not run, or ran again after the reshard.

@@ -333,7 +333,7 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         _finish_other_units(context, retained=retained)
         if root_of(context).settings.is_last_backward:
             finish_reduction(context)
-            if context.marked.offload:
+            if context.offload:
                 finish_d2h_grad_copies(context)
             if FLAT_PARAMS:
                 move_gradients_in(context.handles)
@@ -390,7 +390,7 @@ def _finish_reached_units(
 
 def _finish_other_units(context: RuntimeContext, *, retained: bool) -> None:
     """Reduce gradients that earlier backwards left, and reshard unreached units."""
-    for state in root_of(context)._all_fsdp_states:
+    for state in root_of(context)._root_states:
         handle = state.handle
         held = handle.reduction.held is not None and handle.rule.all_reduce
         if (handle.reduction.due or held) and state.settings.sync_gradients:

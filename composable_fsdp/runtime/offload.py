@@ -59,7 +59,7 @@ def _shows_flat_gradient(region: FlatParameter) -> bool:
 
 def finish_d2h_grad_copies(context: RuntimeContext) -> None:
     """Wait until the gradients are on the host, and set ``.grad``."""
-    if not context.marked.offload:
+    if not context.offload:
         return
     # The only point of a step at which the CPU waits. The wait includes copies of
     # shards to the device, which an optimizer is about to overwrite.
@@ -77,7 +77,7 @@ def finish_d2h_grad_copies(context: RuntimeContext) -> None:
 
 def drop_d2h_grad_copies(context: RuntimeContext) -> None:
     """Wait for the gradients that are being copied to the host, and discard them."""
-    if not context.marked.offload:
+    if not context.offload:
         return
     context.streams.synchronize()
     for handle in context.handles:
@@ -87,7 +87,7 @@ def drop_d2h_grad_copies(context: RuntimeContext) -> None:
 
 def synchronize_copy_stream(context: RuntimeContext) -> None:
     """Wait until no copy to the device reads shards; the host may then write shards."""
-    if context.marked.offload:
+    if context.offload:
         context.streams.synchronize()
 
 

@@ -46,9 +46,7 @@ def issue_all_reduce(
         ref.get(),
         average=regions[0].reduce.division.by_backend,
         async_op=async_op,
-        operation=Operation(
-            ref.operations, "all_reduce", handle.full_fqn, handle.phase, targets[0]
-        ),
+        operation=Operation(ref, "all_reduce", handle.full_fqn, handle.phase, targets),
     )
 
 

@@ -30,9 +30,9 @@ from composable_fsdp.runtime.grad_hooks import make_nodes_on_current_stream
 from composable_fsdp.runtime.precision import cast_buffers
 from composable_fsdp.tree import moments
 from composable_fsdp.tree.changed_settings import changed_flags
-from composable_fsdp.tree.initial_weights import ALL_RANKS
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import (
+    ALL_RANKS,
     RuntimeContext,
     StepOrder,
     _FSDPState,
@@ -84,9 +84,9 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         _begin_first(context, root)
     for call in tuple(moments.NEXT_FORWARD):
         call(context)
-    for unit in context.marked.lists:
+    for unit in context.lists:
         unit.remaining = frozenset()
-    for unit in context.marked.precisions:
+    for unit in context.precisions:
         cast_buffers(unit)
     # The order log keeps a separate order of uses for each mode. With the frozen
     # parameters: a rank that froze others than the rest would reduce buffers of other
@@ -259,7 +259,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
             failed = failed or error
             # The wait that raised has ended the all-gather, so this one reshards.
             unshard.end_use(context, handle, reshards=True, kept=False)
-    for unit in context.marked.lists:
+    for unit in context.lists:
         unit.remaining = frozenset()
     unshard.free_oldest(context, keep=0)
     reduce.finish_reduction(context)

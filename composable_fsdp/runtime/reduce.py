@@ -196,13 +196,13 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
     # Without a reduction over the group (a hook sends its own collectives), the
     # event is later than the last operation: known to have ended too late.
     if shard is not None:
-        shard.operations.marks[handle.events.reduce.event] = shard.operations.number
+        shard.marks[handle.events.reduce.event] = shard.number
     if sums is not None:
         event = handle.events.reduce
         if handle.reduction.all_reduces:
             _all_reduce_on_stream(streams, reduction)
             event = handle.events.all_reduce
-        sums.operations.marks[event.event] = sums.operations.number
+        sums.marks[event.event] = sums.number
 
 
 def _all_reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
@@ -416,11 +416,11 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
                 overwrite=True,
                 async_op=async_op,
                 operation=Operation(
-                    ref.operations,
+                    ref,
                     "reduce_scatter",
                     handle.full_fqn,
                     handle.phase,
-                    buffers[0],
+                    buffers,
                 ),
             )
             # On CPU the reduce-scatter is asynchronous, so ``all_reduce_sums`` adds. On

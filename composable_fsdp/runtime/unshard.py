@@ -113,9 +113,7 @@ def _gather(
         shards, ref = source.fill(context, handle)
     if ref is not None:
         group = ref.ref() or ref.get()  # ``get`` raises if the group was destroyed
-        operation = Operation(
-            ref.operations, "all_gather", handle.full_fqn, handle.phase, full[0]
-        )
+        operation = Operation(ref, "all_gather", handle.full_fqn, handle.phase, full)
         work = collectives.all_gather_flat(
             full, shards, group, async_op=async_op, operation=operation
         )
@@ -140,7 +138,7 @@ def _unshard_on_stream(
             raise
         handle.events.gather.record(streams.gather)
         if ref is not None:
-            ref.operations.marks[handle.events.gather.event] = ref.operations.number
+            ref.marks[handle.events.gather.event] = ref.number
     handle.ready = handle.events.gather
 
 

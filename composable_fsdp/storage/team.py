@@ -18,7 +18,7 @@ from torch import nn
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import group_timeout
 from composable_fsdp.comm.meeting import Call, Failure, Outcome, first_failure, meet
-from composable_fsdp.comm.nodes import private_group
+from composable_fsdp.comm.meshes import private_group
 from composable_fsdp.errors import (
     CheckpointError,
     CollectiveError,

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from composable_fsdp.comm.nodes import group_sizes
-from composable_fsdp.comm.placements import ROWS, SHARD, placement_of
+from composable_fsdp.comm.placements import ROWS, SHARD, group_sizes, placement_of
 from composable_fsdp.compose.registry import API, get_state
 from composable_fsdp.config import HYBRID, TiedParams
 from composable_fsdp.entries.apply import as_list, owner_of

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 from typing import cast
 
 import torch
@@ -22,7 +21,6 @@ from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning.walk import named
 from composable_fsdp.tree.moments import MODELS_MEET, TREE_FOUND, TREE_INITIALIZED
 from composable_fsdp.tree.state import (
-    MarkedUnits,
     RuntimeContext,
     _FSDPState,
     _RootFSDPState,
@@ -81,11 +79,10 @@ def _initialise(top: _FSDPState) -> None:
     root._root_states = tuple(states)
     context.handles = tuple([state.handle for state in states])
     # No generators, of which each step is a call for each unit.
-    context.marked = MarkedUnits(
-        tuple([s for s in states if s.modules[1:]]),
-        tuple([s for s in states if s.precision and s.precision.buffer_dtype]),
-        any(map(attrgetter("layout.offload"), context.handles)),
-    )
+    context.lists = tuple([s for s in states if s.modules[1:]])
+    casting = [s for s in states if s.precision and s.precision.buffer_dtype]
+    context.precisions = tuple(casting)
+    context.offload = True in [each.layout.offload for each in context.handles]
     set_streams(context, root.device)
     for begin in TREE_INITIALIZED:
         begin(context)
@@ -115,7 +112,7 @@ def set_streams(context: RuntimeContext, device: torch.device) -> None:
     """Give the tree the side streams of its compute device."""
     context.streams = make_streams(device)
     # Shards in host memory are read by copies that an optimizer must not overtake.
-    context.streams.reads_host = context.marked.offload
+    context.streams.reads_host = context.offload
 
 
 def share_streams(contexts: Sequence[RuntimeContext]) -> None:

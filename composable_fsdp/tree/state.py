@@ -1,21 +1,20 @@
 """The state of a unit, the state of a root, and the objects that a tree shares.
 
-``fully_shard`` creates an ``_FSDPState`` per unit. Lazy initialization, at the first
-forward or the first call that needs a root, turns the outermost state into a
-``_RootFSDPState`` and gives every state of the tree the same ``RuntimeContext``.
+``fully_shard`` creates an ``_FSDPState`` per unit. Lazy initialization turns the
+outermost into a ``_RootFSDPState`` and gives all the same ``RuntimeContext``.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import composable_fsdp.tree.moments as moments
 from composable_fsdp.comm.device import Streams, Waitable
@@ -23,11 +22,11 @@ from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.config import FULL_BY_DEFAULT, StateDictSettings
 from composable_fsdp.errors import NotRootError, PhaseError
-from composable_fsdp.flat.handle import FlatParamHandle, UseOrder
+from composable_fsdp.flat.handle import FlatParamHandle, UnitLayout, UseOrder
 from composable_fsdp.flat.region import Referable
 from composable_fsdp.naming import quoted
+from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.tree.initial_weights import InitialWeights
 
 # An attribute and no weak set: ``torch.utils.swap_tensors`` refuses parameters that
 # have weak references.
@@ -58,7 +57,7 @@ class Precision:
     input_dtype: torch.dtype | None
     """Dtype of floating-point inputs; None leaves inputs unchanged."""
     root_input_dtype: torch.dtype | None
-    """As ``input_dtype``, used instead if the unit is the root."""
+    """Instead of ``input_dtype`` if the unit is the root."""
     output_dtype: torch.dtype | None
     """Dtype of floating-point outputs; None leaves outputs unchanged."""
     buffer_dtype: torch.dtype | None
@@ -86,15 +85,11 @@ def make_precision(handle: FlatParamHandle, *, is_local_root: bool) -> Precision
 
 
 Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
-"""A reduction in a log: the unit, the ``structure`` of the unit's layout, and, per
-trainable region, which parameters had a gradient."""
+"""A reduction in a log: unit, structure, and the parameters with a gradient."""
 
 
 class StepOrder:
-    """The uses of units in a forward of the root, and how backward goes through.
-
-    Without a forward, as here; ``moments.ORDERS`` makes those of forwards.
-    """
+    """The uses of units in a forward; ``moments.ORDERS`` makes those of forwards."""
 
     # Kept alive by hooks in the autograd graph alone (and, the latest, by the context),
     # so a forward without a backward leaves nothing behind.
@@ -107,8 +102,8 @@ class StepOrder:
         self.count = 0
         """The length of ``uses``, which saves a call of ``len`` per forward."""
         self.mode = mode
-        """Mode of the forward: FQN of the outermost unit, training or evaluation,
-        gradients enabled or not, and ``RuntimeContext.changed_flags``."""
+        """FQN of the outermost unit, training or evaluation, gradients enabled or not,
+        and ``RuntimeContext.changed_flags``."""
         # The last graph task that reached this forward, and the index of the earliest
         # use that it has reached, for prefetching.
         self.task = self.reached = -1
@@ -133,10 +128,7 @@ class StepOrder:
     def reach(
         self, context: RuntimeContext, handle: FlatParamHandle, index: int
     ) -> None:
-        """Compare with the order log that backward has reached use ``index``.
-
-        Raises: DesyncError, as ``OrderLog.depart``.
-        """
+        """Compare with the order log; raises DesyncError, as ``OrderLog.depart``."""
         log = handle.logs.backward
         if log is not None:
             if log.expected[log.position] is handle:
@@ -160,17 +152,6 @@ class StepOrder:
         raise NotImplementedError
 
 
-class MarkedUnits(NamedTuple):
-    """The units of a tree that need rare work; replaced by lazy initialization."""
-
-    lists: tuple[_FSDPState, ...] = ()
-    """Units that consist of several modules."""
-    precisions: tuple[_FSDPState, ...] = ()
-    """Units whose buffers are cast."""
-    offload: bool = False
-    """Whether any unit keeps its shards in host memory."""
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class RuntimeContext(Referable):
     """The runtime objects that all units below a root share."""
@@ -181,8 +162,13 @@ class RuntimeContext(Referable):
     """The side streams; a null object on CPU."""
     handles: tuple[FlatParamHandle, ...] = ()
     """Handles of all units, in ``.modules()`` order."""
-    marked: MarkedUnits = field(default_factory=MarkedUnits)
-    """The units that need rare work, so that a step does not visit all units."""
+    # So that a step does not visit all units.
+    lists: tuple[_FSDPState, ...] = ()
+    """Units that consist of several modules."""
+    precisions: tuple[_FSDPState, ...] = ()
+    """Units whose buffers are cast."""
+    offload: bool = False
+    """Whether any unit keeps its shards in host memory."""
     changed_flags: tuple[tuple[str, bool | None], ...] = ()
     """Parameters and settings that were changed since; part of a forward's mode."""
     forward_logs: tuple[UseOrder, ...] = ()
@@ -223,15 +209,9 @@ class RuntimeContext(Referable):
     """Are told by ``iteration_begins`` and ``iteration_ends`` of outermost forwards."""
 
     def enter_backward_use(
-        self,
-        log: UseOrder,
-        use: FlatParamHandle | Reduced,
-        forward: Hashable = (),
+        self, log: UseOrder, use: FlatParamHandle | Reduced, forward: Hashable = ()
     ) -> None:
-        """Call ``log.depart`` for a use in backward.
-
-        Collective: none, as ``depart``. Raises: DesyncError, as ``depart``.
-        """
+        """Call ``log.depart`` for a use in backward; raises DesyncError, as that."""
         if log.is_open:
             # Computing the mode reads all units, so this is done once per round.
             log.depart(use, ())
@@ -272,11 +252,6 @@ class Summon(NamedTuple):
         return f"{self.what} of {self.state.name}"
 
 
-def is_in_block(context: RuntimeContext) -> bool:
-    """Return whether a block of ``unshard_params`` runs that others may join."""
-    return context.summoned is not None and context.summoned.record is None
-
-
 @dataclass(slots=True, eq=False)
 class Reduction:
     """A reduction in flight."""
@@ -291,6 +266,83 @@ class Reduction:
     ``ReduceBuffer.partial``."""
 
 
+T = TypeVar("T")
+
+NOBODY, SHARD_RANKS, ALL_RANKS = range(3)
+"""Values of ``InitialWeights.compared``; all are also the replicas."""
+
+
+@dataclass(slots=True, eq=False)
+class InitialWeights:
+    """The values that ``fully_shard`` was given, which a rank keeps as hashes."""
+
+    is_checked: bool  # with ``check_weights`` and other ranks
+    hashes: Tensor | None
+    """The hash of each parameter, by slot index. None for values that were broadcast or
+    are on meta, and for a unit that is not cut."""
+    synced: bool  # by a broadcast
+    # Two tuples of integers: the garbage collector would visit each pair.
+    _ids: tuple[int, ...] = ()
+    _versions: tuple[int, ...] = ()
+    compared: int = NOBODY
+    """On the outermost unit of a tree: with which ranks the tree was compared."""
+    awaits_buffers: bool = False
+    """Whether buffers of the unit were on meta and may still have no values."""
+    drawn: dict[int, int] = field(default_factory=dict)
+    """By slot index: the start of random numbers that were drawn into a shard."""
+    was_on_meta: bool = False
+    """Whether shards were on meta on any rank; known from the first gather."""
+
+    def mark(self, layout: UnitLayout) -> None:
+        """Remember that the sharded parameters hold the initial values."""
+        if not self.is_checked:
+            return
+        leaves = sharded_leaves(layout)
+        self._ids = tuple(map(id, leaves))
+        self._versions = tuple([leaf._version for leaf in leaves])
+
+    def forget(self) -> None:
+        """Remember that the values have been replaced since."""
+        self._versions = (-1,) * len(self._versions)
+
+    def unwritten(self, layout: UnitLayout) -> list[bool]:
+        """Return, by slot index, whether a parameter holds its initial value."""
+        leaves = sharded_leaves(layout)
+        if not self._ids:  # made on meta
+            return [False] * len(leaves)
+        found = zip(map(id, leaves), leaves, self._ids, self._versions, strict=True)
+        return [one == own and leaf._version == at for one, leaf, own, at in found]
+
+    def copy(self, layout: UnitLayout, copied: UnitLayout) -> InitialWeights:
+        """Return what a copy of the unit remembers; ``copied`` is the copy's layout."""
+        made = InitialWeights(
+            is_checked=self.is_checked, hashes=self.hashes, synced=self.synced
+        )
+        made.awaits_buffers = self.awaits_buffers
+        # The copied tensors have versions of their own; none has the version -1.
+        made.mark(copied)
+        now, kept = made._versions, self.unwritten(layout)  # ``now`` may be empty
+        made._versions = tuple(
+            [v if same else -1 for v, same in zip(now, kept, strict=False)]
+        )
+        return made
+
+
+def sharded_leaves(layout: UnitLayout) -> list[nn.Parameter]:
+    """Return the sharded parameters of a unit, in the order of the slots."""
+    return in_slot_order(layout.plan.regions, [r.leaves for r in layout.regions])
+
+
+def in_slot_order(
+    regions: tuple[RegionLayout, ...], found: Sequence[Sequence[T]]
+) -> list[T]:
+    """Return the values ``found`` of each region, in the order of the slots."""
+    by_slot: dict[int, T] = {}
+    for region, values in zip(regions, found, strict=True):
+        by_slot.update(zip(region.indices, values, strict=True))
+    return [by_slot[i] for i in sorted(by_slot)]
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class _FSDPState(Referable):
     """The state of a unit. Attached to the unit's modules by ``fully_shard``."""
@@ -298,11 +350,10 @@ class _FSDPState(Referable):
     fqn: str = ""
     """FQN of the unit's module; from the root after lazy initialization."""
     modules: tuple[nn.Module, ...] = ()
-    """The unit's modules: a single module, or the list given to ``fully_shard``."""
+    """A single module, or the list given to ``fully_shard``."""
     _is_root: bool | None = None
-    # A unit must not keep the modules above alive.
+    # Weak: a unit must not keep the modules above alive.
     _parent: weakref.ref[_FSDPState] | None = None
-    """Weak reference to the nearest unit above."""
     _root_states: tuple[_FSDPState, ...] = ()
     """Cache of all states of the tree; filled on the root only."""
     context: RuntimeContext | None = None
@@ -319,11 +370,8 @@ class _FSDPState(Referable):
     options: UnitOptions = field(init=False)
     settings: UnitSettings = field(init=False)
     precision: Precision | None = field(init=False)
-    """Casts of inputs, outputs and buffers; ``None`` without casts."""
     ranks: RankLayout = field(init=False)
-    """The ranks that the caller of ``fully_shard`` chose."""
     initial: InitialWeights = field(init=False)
-    """The values that ``fully_shard`` was given, to be compared over ranks."""
     passage: Any = field(init=False)
     """How values enter and leave forwards (``runtime.forward.Passage``)."""
     searches: Any = field(init=False)
@@ -381,16 +429,20 @@ class _FSDPState(Referable):
     @property
     def _all_fsdp_states(self) -> tuple[_FSDPState, ...]:
         """States of all units, in ``.modules()`` order. Raises: NotRootError."""
-        raise self._not_root("_all_fsdp_states")
+        self._require_root("_all_fsdp_states")
+        return self._root_states
 
     @property
     def _all_handles(self) -> tuple[FlatParamHandle, ...]:
         """Handles of all units, in ``.modules()`` order. Raises: NotRootError."""
-        raise self._not_root("_all_handles")
+        self._require_root("_all_handles")
+        return tuple(state.handle for state in self._root_states)
 
-    def _not_root(self, name: str) -> NotRootError:
-        """Return the error of a read of the root's data from another unit."""
-        return NotRootError(
+    def _require_root(self, name: str) -> None:
+        """Raise NotRootError where another unit is asked for the root's data."""
+        if self._is_root:
+            return
+        raise NotRootError(
             f"{name} is kept on the root only; unit {self.name} is "
             f"{'below a root' if self._is_root is False else 'not initialised'}. Ask "
             "the state of the outermost fully sharded module after the first forward."
@@ -416,17 +468,6 @@ class _RootFSDPState(_FSDPState):
 
     __slots__ = ()
 
-    @property
-    def _all_fsdp_states(self) -> tuple[_FSDPState, ...]:
-        """States of all units, in ``.modules()`` order."""
-        return self._root_states
-
-    @property
-    def _all_handles(self) -> tuple[FlatParamHandle, ...]:
-        """Handles of all units, in ``.modules()`` order."""
-        assert self.context is not None
-        return self.context.handles
-
 
 OWNERS: OwnerMap[_FSDPState] = OwnerMap()
 """The unit of every module below a unit; weak references to modules and to states."""
@@ -442,9 +483,8 @@ _get_module_state = _get_module_fsdp_state
 
 
 def root_of(context: RuntimeContext) -> _RootFSDPState:
-    """Return the root state of ``context``."""
+    """Return the root state of ``context``, alive while a module of its can run."""
     root = context.root()
-    # Alive while any module of its tree can run.
     assert root is not None
     return root
 

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import ShardingStrategy, fully_shard
-from composable_fsdp.comm.groups import Groups, OperationLog, operation_log
-from composable_fsdp.comm.meshes import resolve_ranks
-from composable_fsdp.comm.nodes import groups_for
+from composable_fsdp.comm.groups import GroupRef, Groups, operation_log
+from composable_fsdp.comm.meshes import groups_for, resolve_ranks
 from composable_fsdp.flat.build import set_divisions
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.world import fake_world
@@ -32,7 +31,7 @@ def test_only_nccl_is_asked_for_averages(
         (handle,) = _get_fsdp_handles(fully_shard(nn.Linear(4, 4)))
         monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
         log = operation_log(world.group)
-        backend = OperationLog(world.group)
+        backend = GroupRef(world.group)
         monkeypatch.setattr(log, "is_nccl", backend.is_nccl)
         handle.groups = Groups(world.group, None)
         handle.layout = replace(handle.layout, device=torch.device("cuda", 0))

@@ -135,7 +135,7 @@ def test_a_collective_that_ends_with_the_limit_of_a_wait_has_not_failed() -> Non
         sent = []
         for work in (EndsAtTheLimit(), EndsAtTheLimit("Connection closed")):
             operation = operations.Operation(
-                log, "all_reduce", None, "a test", torch.ones(2)
+                log, "all_reduce", None, "a test", [torch.ones(2)]
             )
             operation.work = work
             sent.append(operation)

@@ -53,7 +53,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"placement": Placement(S, ("shard:0",), S, S)}, "divisor n of the 2 ranks"),
     ({"placement": Placement(S, ("shard:x",), S, S)}, "divisor n of the 2 ranks"),
     ({"placement": HFSDP, "wire": Int8Wire()}, "Leave wire out"),
-    ({"strategy": ShardingStrategy.HFSDP, "pair": True}, "Pass a device_mesh"),
 ]
 
 
@@ -66,14 +65,8 @@ def test_a_placement_that_does_not_fit_is_refused(
     model = nn.Linear(8, 8)
     with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=R)
-        given = dict(options)
-        if given.pop("pair", False):
-            groups = mesh.get_group("shard"), mesh.get_group("replicate")
-            given["process_group"] = groups
-        else:
-            given["device_mesh"] = mesh
         with pytest.raises((FSDPError, TypeError), match=match):
-            fully_shard(model, **given)
+            fully_shard(model, device_mesh=mesh, **options)
     assert model.weight.shape == (8, 8)
 
 

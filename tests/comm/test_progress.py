@@ -20,7 +20,7 @@ from composable_fsdp import ShardingStrategy, fully_shard
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import (
     MOST_OPERATIONS,
-    OperationLog,
+    GroupRef,
     operation_log,
     operation_logs,
 )
@@ -49,7 +49,7 @@ def world() -> dist.ProcessGroup:
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[OperationLog]:
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[GroupRef]:
     """Four collectives that the host has left behind, long ago."""
     monkeypatch.setattr(progress, "QUIET", 0.0)
     with fake_world(2):
@@ -58,14 +58,14 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[OperationLog]:
         yield operation_log(world())
 
 
-def mark(log: OperationLog, *events: Event) -> None:
+def mark(log: GroupRef, *events: Event) -> None:
     for operation, event in zip(log.operations, events, strict=True):
         log.marks[event] = operation.number
 
 
 @pytest.mark.req("U-10")
 def test_the_first_event_that_is_not_reached_is_the_running_collective(
-    log: OperationLog,
+    log: GroupRef,
 ) -> None:
     """A reached event answers for all earlier operations; then the device goes on."""
     events = [Event(reached=True), Event(), Event(), Event()]
@@ -77,7 +77,7 @@ def test_the_first_event_that_is_not_reached_is_the_running_collective(
     assert [event.asked for event in events] == [1, 1, 1, 2]
 
 
-def test_no_event_is_asked_for_around_a_capture(log: OperationLog) -> None:
+def test_no_event_is_asked_for_around_a_capture(log: GroupRef) -> None:
     """CUDA ends a capture in which an event is asked for that the capture records."""
     before, inside = Event(), Event()
     mark(log, before, before, before, before)
@@ -105,7 +105,7 @@ def cuda_runtime(result: int, modes: list[int]) -> object:
 
 @pytest.mark.parametrize("result", [0, 1], ids=["set", "refused"])
 def test_a_question_leaves_captures_of_other_threads_alone(
-    log: OperationLog, monkeypatch: pytest.MonkeyPatch, result: int
+    log: GroupRef, monkeypatch: pytest.MonkeyPatch, result: int
 ) -> None:
     """The thread sets its mode, and sets the mode back; without, it does not ask."""
     modes: list[int] = []

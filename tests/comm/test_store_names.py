@@ -76,15 +76,15 @@ def test_a_name_stays_if_another_thread_asks_once_more(
 def test_what_ranks_share_is_removed_by_the_last(world: World) -> None:
     """What they said at the place before, the text of one, and the counts; on each rank
     the text arrives before."""
-    peers, store = Peers(world.group, "a test"), key_value_store()
-    for place, texts in (("quiet", {}), ("told", {world.world_size - 1: "no"})):
-        said = f"{place}/said"
-        peers.say(said, [1])
+    store = key_value_store()
+    for texts in ({}, {world.world_size - 1: "no"}):
+        peers = Peers(world.group, "a test")
+        peers.say([1])
 
-        told = peers.share(place, texts.get(world.rank), 10.0, [said])
+        told = peers.share(texts.get(world.rank), 10.0, said=True)
 
         assert told == next(iter(texts.values()), None)
         dist.barrier()
-        for each in (place, said, f"{place}/text"):
-            assert not store.check([peers._key(each)]), each
+        for each in ("counts", "said", "text"):
+            assert not store.check([f"{peers._key}/{each}"]), each
         dist.barrier()

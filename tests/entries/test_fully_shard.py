@@ -18,7 +18,7 @@ from composable_fsdp import (
     fully_shard,
     replicate,
 )
-from composable_fsdp.comm.nodes import groups_for
+from composable_fsdp.comm.meshes import groups_for
 from composable_fsdp.compose.registry import API
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.entries.apply import prepare

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from composable_fsdp import save, verify
-from composable_fsdp.comm import nodes
+from composable_fsdp.comm import meshes
 from composable_fsdp.storage import save as saving
 from tests.faults.blocks import train_faulty
 from tests.support import seam
@@ -173,9 +173,9 @@ def stopped_inside(world: World, folder: Path) -> str:
             stop_this_process(2.5)
         return real(*args, **options)
 
-    vars(nodes)["_made"].clear()  # so that the group has the time-out of this test
+    vars(meshes)["_made"].clear()  # so that the group has the time-out of this test
     with (
-        mock.patch.dict(os.environ, {nodes.TIMEOUT_VARIABLE: "1.2"}),
+        mock.patch.dict(os.environ, {meshes.CHECKPOINT_TIMEOUT: "1.2"}),
         mock.patch.object(saving, "write_file", write_file),
         mock.patch.object(saving, "discard"),
     ):

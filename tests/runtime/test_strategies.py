@@ -134,8 +134,6 @@ def test_every_strategy_on_every_form_of_ranks_equals_the_reference(
     one rank; replicas agree and the plan's bytes are sent, none by a rank alone."""
     if form in ("group", "line") and strategy in HYBRID:
         strategy = ShardingStrategy.NO_SHARD
-    if form == "pair" and strategy is ShardingStrategy.HFSDP:
-        strategy = ShardingStrategy.HYBRID_SHARD
     pool = ranks(shape[0] * shape[1])
 
     sent = pool.run(train_on, form, shape, strategy, path)
@@ -195,7 +193,6 @@ REFUSED = [
     ("default", "3", "world size 8; got 3.*2-D device_mesh"),
     ("group", None, "2-D device_mesh.*tuple.*or neither"),
     ("line", None, "2-D device_mesh.*tuple.*or neither"),
-    ("part", None, "hold 4 ranks together.*1-D mesh"),
 ]
 
 
@@ -211,16 +208,9 @@ def test_ranks_that_do_not_say_who_shares_are_refused(
     model = tiny_mlp()
     shapes = [p.shape for p in model.parameters()]
     with fake_world(8):
-        strategy = ShardingStrategy.HYBRID_SHARD
-        if form == "part":
-            mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
-            pair = mesh.get_group("c"), mesh.get_group("b")
-            given: dict[str, Any] = {"process_group": pair}
-            strategy = ShardingStrategy.NO_SHARD
-        else:
-            given = ranks_of(form, (1, 8))
+        given = ranks_of(form, (1, 8))
         with pytest.raises(PlanError, match=match):
-            fully_shard(model, strategy=strategy, **given)
+            fully_shard(model, strategy=ShardingStrategy.HYBRID_SHARD, **given)
     assert [p.shape for p in model.parameters()] == shapes
     assert fully_shard.state(model) is None
 

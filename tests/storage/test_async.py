@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import CustomPolicy, async_save, load, plan, save
-from composable_fsdp.comm.nodes import private_group
+from composable_fsdp.comm.meshes import private_group
 from composable_fsdp.naming import size_text
 from composable_fsdp.storage import (
     free_save_memory,

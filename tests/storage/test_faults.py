@@ -17,7 +17,7 @@ import torch
 
 from composable_fsdp import SaveOptions, async_save, checkpoints, load, save
 from composable_fsdp.comm import agreement
-from composable_fsdp.comm.nodes import private_group
+from composable_fsdp.comm.meshes import private_group
 from composable_fsdp.storage import export_safetensors
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy

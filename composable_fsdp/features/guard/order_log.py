@@ -39,7 +39,7 @@ from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef, Groups, operation_log
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import UNEVEN, note_thread, record
+from composable_fsdp.comm.operations import UNEVEN, note_thread
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard import meetings
 from composable_fsdp.features.guard.compare import (
@@ -55,12 +55,11 @@ from composable_fsdp.features.guard.meetings import (
     order_over,
 )
 from composable_fsdp.features.guard.same_models import compare_models
-from composable_fsdp.features.guard.watch import leave_others, require_unbroken
+from composable_fsdp.features.guard.watch import leave_others, require_unbroken, watch
 from composable_fsdp.flat.handle import NO_LOGS, FlatParamHandle, UnitLogs
 from composable_fsdp.flat.param_ref import slot_path
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.tree.initial_weights import ALL_RANKS
-from composable_fsdp.tree.state import RuntimeContext, _RootFSDPState
+from composable_fsdp.tree.state import ALL_RANKS, RuntimeContext, _RootFSDPState
 
 BEGIN = "its beginning"
 """The place before the uses of a round."""
@@ -258,7 +257,9 @@ class OrderLog:
         for group in [each.get() for each in self._groups]:
             # After a difference in a group, this rank sends another tag to the next, so
             # that the ranks there raise, too, and do not wait for this rank.
-            tags = collectives.all_gather_tag(~tag if unlike else tag, group)
+            sent = [~tag if unlike else tag]
+            why = "comparison of the order"
+            tags = collectives.all_gather_numbers(collectives.TAG, sent, group, why)
             if tags.count(tags[0]) != len(tags):
                 unlike.append(group)
         if not unlike:
@@ -362,8 +363,8 @@ def _assign_order_logs(
             known[groups] = UnitLogs(in_forward, gathered, in_backward)
         handle.logs = known[groups]
     # A replica may evaluate alone, and would wait for the others.
-    record(dict.fromkeys(g for each in known for g in each.gathering), agree=True)
-    record(dict.fromkeys(g for each in known for g in each.sending), agree=replicas)
+    watch(dict.fromkeys(g for each in known for g in each.gathering), agree=True)
+    watch(dict.fromkeys(g for each in known for g in each.sending), agree=replicas)
     context.forward_logs = tuple(forward.values())
     context.backward_logs = tuple(backward.values())
 
@@ -381,7 +382,7 @@ def _log(
     # Units may have equal groups in different ``Groups`` objects.
     key = tuple([group.group_name for group in groups])
     if key not in logs:
-        refs = [GroupRef(group) for group in groups if can_compare(group)]
+        refs = [operation_log(group) for group in groups if can_compare(group)]
         logs[key] = OrderLog(what, tree, order_over(groups), refs)
     found = logs[key]
     # The rounds note their thread there.

@@ -2,7 +2,7 @@
 
 On CUDA the host issues a collective long before the GPU runs the collective, and waits
 for none. A unit records an event behind each all-gather and reduction for its own
-streams; the log knows the event (``OperationLog.marks``), and the watch thread asks
+streams; the log knows the event (``GroupRef.marks``), and the watch thread asks
 whether the event was reached. Events and not ``Work`` objects: a ``Work`` of NCCL holds
 the outputs of its collective, and an event holds no memory.
 
@@ -20,7 +20,7 @@ from time import time_ns
 
 import torch
 
-from composable_fsdp.comm.groups import MOST_OPERATIONS, OperationLog, operation_logs
+from composable_fsdp.comm.groups import MOST_OPERATIONS, GroupRef, operation_logs
 from composable_fsdp.comm.operations import Operation
 
 QUIET = 1.0
@@ -48,7 +48,7 @@ def note_capture(*, capturing: bool) -> None:
             log.marks.clear()
 
 
-def running_in(log: OperationLog) -> Operation | None:
+def running_in(log: GroupRef) -> Operation | None:
     """Return the operation that the device runs; None if unknown, or none runs.
 
     Asks the device only after ``QUIET`` seconds without a new collective. Called by the
@@ -74,7 +74,7 @@ def running_in(log: OperationLog) -> Operation | None:
     return next((each for each in list(log.operations) if each.number == running), None)
 
 
-def quiet_for(log: OperationLog) -> float:
+def quiet_for(log: GroupRef) -> float:
     """Return the seconds since the last operation; 0 before the first."""
     return (time_ns() - log.operations[-1].issued) / 1e9 if log.operations else 0.0
 

@@ -32,7 +32,6 @@ from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.groups import Groups, RankLayout
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import record
 from composable_fsdp.errors import DesyncError, warn
 from composable_fsdp.features.guard.compare import (
     first_difference,
@@ -51,14 +50,18 @@ from composable_fsdp.features.guard.same_weights import (
     require_same_weights,
     weights_tag,
 )
-from composable_fsdp.features.guard.watch import leave_others
+from composable_fsdp.features.guard.watch import leave_others, watch
 from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.flat.value_hash import WAY_OUT
 from composable_fsdp.naming import by_value, listed, quoted, ranks_text
-from composable_fsdp.tree.initial_weights import ALL_RANKS, SHARD_RANKS
 from composable_fsdp.tree.root import outermost, set_param_paths
-from composable_fsdp.tree.state import _FSDPState, _RootFSDPState
+from composable_fsdp.tree.state import (
+    ALL_RANKS,
+    SHARD_RANKS,
+    _FSDPState,
+    _RootFSDPState,
+)
 from composable_fsdp.tree.traversal import walk_states
 
 _WAY_OUT = (
@@ -106,7 +109,7 @@ def compare_models(state: _FSDPState, *, replicas: bool, written: bool = False) 
         scopes += _scopes_of_parts(units)
     # Watched, so that a difference reaches ranks that wait.
     routes = [group for each in scopes for group in each.route]
-    record(routes, agree=True)
+    watch(routes, agree=True)
     meet_if_used(routes, Call("first_gather", top.title, way_out=_FIRST_GATHER))
     _used.update(routes)
     for groups in {state.handle.groups for _, state in units}:
@@ -275,7 +278,9 @@ def _compare(top: _FSDPState, scope: Scope, facts: Sequence[UnitFacts]) -> str |
         start,
     )
     for group in scope.route:
-        sent = collectives.all_gather_digests(sent, group)
+        sent = collectives.all_gather_numbers(
+            "all_gather_digests", sent, group, "comparison of the models"
+        )
     told = [_Said(*sent[i : i + 8]) for i in range(0, len(sent), 8)]
     for _, state in scope.units:
         state.initial.was_on_meta |= any(each.on_meta for each in told)

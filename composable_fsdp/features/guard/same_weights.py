@@ -25,8 +25,7 @@ from composable_fsdp.features.guard.fingerprint import Units
 from composable_fsdp.flat.param_ref import slot_paths
 from composable_fsdp.flat.value_hash import hash_values, have_values
 from composable_fsdp.naming import listed, quoted, ranks_text
-from composable_fsdp.tree.initial_weights import sharded_leaves
-from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.state import _FSDPState, sharded_leaves
 
 _Key: TypeAlias = tuple[int, str, int]
 """The index of a parameter, and what tells which ranks are compared."""

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from composable_fsdp.comm import agreement
 from composable_fsdp.comm.agreement import group_timeout, pauses
-from composable_fsdp.comm.groups import OperationLog, Recorder, operation_log
+from composable_fsdp.comm.groups import GroupRef, Recorder, operation_log
 from composable_fsdp.comm.operations import UNEVEN, Operation, OperationRecord
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard import hang_report
@@ -417,7 +417,7 @@ _WATCH = _Watch()
 atexit.register(_WATCH.stop)
 
 
-def waiting_in(log: OperationLog) -> Operation | None:
+def waiting_in(log: GroupRef) -> Operation | None:
     """Return the operation in which this rank waits; None if it waits in none."""
     # ``list`` of a deque is atomic: the main thread may append meanwhile.
     last = reversed(list(log.operations))

@@ -146,7 +146,7 @@ class _Source(Generic[T]):
         )
         if (group := self.team.group) is not None:
             # Integers on the CPU over the private gloo group: no GPU waits for them.
-            named = begin("all_reduce", group, self._counts, "even_batches")
+            named = begin("all_reduce", group, [self._counts], "even_batches")
             self._sent = collectives.all_reduce(
                 self._counts, group, async_op=True, operation=named
             )

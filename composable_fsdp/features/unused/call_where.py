@@ -147,7 +147,10 @@ class _Call(GradientOrder):
     def agreed(self, byte: int, *, taped: bool) -> int:
         """Return the bits that any rank has set."""
         for group in self.groups(taped=taped):
-            byte = reduce(or_, collectives.all_gather_byte(byte, group, "call_where"))
+            found = collectives.all_gather_numbers(
+                "all_gather_byte", [byte], group, "call_where", torch.uint8
+            )
+            byte = reduce(or_, found)
         return byte
 
     def refused(self, why: str) -> PhaseError:
