@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -164,9 +164,26 @@ class LeafMemory(NamedTuple):
     addresses: tuple[int, ...]
     """The expected ``data_ptr()`` of each leaf in ``leaves``, in the shard."""
     empty: tuple[nn.Parameter, ...]
-    """Sharded leaves without elements on this rank."""
+    """Sharded leaves without elements on this rank, which have no address."""
     storages: tuple[torch.UntypedStorage, ...]
-    """The storage of each leaf in ``empty``, of its own, to detect other ``.data``."""
+    """The storage of each leaf in ``empty``, of its own, to detect other ``.data``.
+    Strong references: if a storage were freed, a new one could get the same id."""
+
+
+def leaf_memory(layout: UnitLayout) -> LeafMemory:
+    """Return where the data of every leaf is, for ``shards_are_unchanged``."""
+    here: list[nn.Parameter] = []
+    empty: list[nn.Parameter] = []
+    addresses: list[int] = []
+    for region in layout.regions:
+        begin, size = region.shard.data_ptr(), region.shard.element_size()
+        pairs = [*zip(region.leaves, region.cuts.parts, strict=True)]
+        here += [leaf for leaf, (start, stop, _) in pairs if stop > start]
+        # From the cuts: of fake tensors ``begin`` is 0, and the address the offset.
+        addresses += [begin + at * size for _, (i, stop, at) in pairs if stop > i]
+        empty += [leaf for leaf, (start, stop, _) in pairs if stop == start]
+    storages = tuple([leaf.untyped_storage() for leaf in empty])
+    return LeafMemory(tuple(here), tuple(addresses), tuple(empty), storages)
 
 
 Guards = tuple[OrderedDict[int, Any], ...]
@@ -177,7 +194,6 @@ NO_PATHS: Mapping[int, str] = MappingProxyType({})
 class ShardWrites:
     """How changes of a unit's shards are noticed that the unit has not made itself."""
 
-    memory: LeafMemory
     at_build: int
     """Sum of the version counters of the sharded leaves at build; -1 if on meta."""
     make_readable: Callable[[FlatParamHandle], None]
@@ -193,6 +209,7 @@ class ShardWrites:
     on all ranks. A write shows on ranks with elements alone, as does ``.grad``."""
     flat_parameters: tuple[nn.Parameter, ...] = ()
     """Flat parameters of the regions for which ``flat_of`` created a flat parameter."""
+    memory: LeafMemory = field(init=False)
 
 
 @dataclass(slots=True)
@@ -264,11 +281,9 @@ class FlatParamHandle:
         self.calls: list[Any] = []
         """The ``UnitForward`` of each running forward of the unit, outermost first."""
         self.writes = writes
-        self.begin_layout(layout, form, writes.memory)
+        self.begin_layout(layout, form)
 
-    def begin_layout(
-        self, layout: UnitLayout, form: FullForm, memory: LeafMemory
-    ) -> None:
+    def begin_layout(self, layout: UnitLayout, form: FullForm) -> None:
         """Make ``layout`` the unit's layout; the unit is sharded and between steps."""
         self.layout = layout
         if self.rule.keeps_empty:
@@ -294,7 +309,7 @@ class FlatParamHandle:
         """The full parameters that ``unshard_params`` shows, after the first block."""
         self.reduction = ReductionProgress()
         self.events = make_events(layout.device)
-        self.writes.memory, self.writes.steps = memory, 0
+        self.writes.memory, self.writes.steps = leaf_memory(layout), 0
 
     @property
     def is_full(self) -> bool:

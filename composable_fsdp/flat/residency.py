@@ -148,8 +148,7 @@ def leave_full(handle: FlatParamHandle) -> None:
     gathered, fulls = handle.form.gather_lists[0], handle.form.fulls
     for region in handle.layout.regions:
         full = region.full
-        # With a wire format the backend has written into the encoded values alone.
-        if full.wire or not full.is_own or not memory.is_allocated(full.buffer):
+        if not full.is_own or not memory.is_allocated(full.buffer):
             continue
         views = [] if full.own_slice is None else [full.own_slice]
         fresh = memory.leave(full.buffer, [*views, *map(local_of, full.leaves)])

@@ -87,7 +87,7 @@ def _copy_writes_to_shards(handle: FlatParamHandle) -> None:
 def _inexact(region: FlatParameter, what: str) -> PhaseError:
     """Return the error of a write to full values that are no exact copies."""
     cause, option = "MixedPrecision", "param_dtype"
-    if region.full.wire is not None:
+    if region.layout.wire is not None:
         cause, option = repr(region.layout.wire), "wire"
     return PhaseError(
         f"{what} in {region.full.buffer.dtype} of shards in {region.shard.dtype} "
