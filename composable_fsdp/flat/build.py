@@ -33,12 +33,7 @@ from composable_fsdp.flat.region import (
     division,
     no_owner,
 )
-from composable_fsdp.flat.residency import (
-    count_flat_writes,
-    make_readable,
-    unreadable_versions,
-    written,
-)
+from composable_fsdp.flat.residency import unreadable_versions, written
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.unit_plan import Place, UnitPlan
@@ -77,7 +72,6 @@ def build_handle(
         guards=guarded,
         writes=ShardWrites(
             written(made),
-            make_readable,
             () if plan.stays_full else None,
             steps_per_reduction=int(plan.parameter_ranks < plan.shard_world_size),
         ),
@@ -118,7 +112,6 @@ def replace_layout(
     if form.needs_fill:
         form.arena_slot = handle.form.arena_slot
     handle.begin_layout(made, form)
-    count_flat_writes(handle)
     set_divisions(handle)
     remember_leaves(handle)
 

@@ -196,9 +196,6 @@ class ShardWrites:
 
     at_build: int
     """Sum of the version counters of the sharded leaves at build; -1 if on meta."""
-    make_readable: Callable[[FlatParamHandle], None]
-    """Allows autograd to read the full leaves: ``flat.residency.make_readable``, or its
-    counterpart for a unit with ``flat_parameters``."""
     gathered_at: tuple[int, ...] | None = None
     """``flat.residency.shard_versions`` at the last all-gather, which show later
     writes. Empty before the first; ``None`` as long as the unit is never kept full."""
@@ -310,6 +307,7 @@ class FlatParamHandle:
         self.reduction = ReductionProgress()
         self.events = make_events(layout.device)
         self.writes.memory, self.writes.steps = leaf_memory(layout), 0
+        self.writes.flat_parameters = ()
 
     @property
     def is_full(self) -> bool:

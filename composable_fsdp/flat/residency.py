@@ -184,27 +184,14 @@ def make_readable(handle: FlatParamHandle) -> None:
     # written to (``passages.weight_writes``). Read at every wait: a parent's forward
     # may write to its children's shards.
     now = tuple([leaf._version for leaf in handle.layout.sharded_placed])
+    if flats := handle.writes.flat_parameters:
+        # An optimizer that steps on a flat parameter increments only the version of
+        # the flat parameter, which stands for all leaves.
+        steps = sum(map(version_of, flats))
+        now = tuple([version + steps for version in now])
     if now != handle.form.readable:
         set_versions(handle.form.placed, now)
         handle.form.readable = now
-
-
-def _make_readable_with_flats(handle: FlatParamHandle) -> None:
-    """Do as ``make_readable`` in a unit that has flat parameters."""
-    # An optimizer that steps on a flat parameter increments only the version of the
-    # flat parameter, which stands for all leaves.
-    steps = sum(map(version_of, handle.writes.flat_parameters))
-    now = tuple([leaf._version + steps for leaf in handle.layout.sharded_placed])
-    if now != handle.form.readable:
-        set_versions(handle.form.placed, now)
-        handle.form.readable = now
-
-
-def count_flat_writes(handle: FlatParamHandle) -> None:
-    """Count writes to the unit's present flat parameters as writes to the leaves."""
-    flats = tuple([r.flat for r in handle.layout.regions if r.flat is not None])
-    handle.writes.flat_parameters = flats
-    handle.writes.make_readable = _make_readable_with_flats if flats else make_readable
 
 
 def accept_versions(handle: FlatParamHandle) -> None:

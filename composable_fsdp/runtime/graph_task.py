@@ -23,7 +23,7 @@ from composable_fsdp.comm.operations import (
 )
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
-from composable_fsdp.flat.flat_parameter import FLAT_PARAMS, move_gradients_in
+from composable_fsdp.flat.flat_parameter import FLAT_PARAMS, move_own_gradients
 from composable_fsdp.flat.gradients import has_arrived
 from composable_fsdp.flat.handle import (
     LEAVES,
@@ -336,7 +336,8 @@ def finish_task(context: RuntimeContext, task: int) -> None:
             if context.marked.offload:
                 finish_d2h_grad_copies(context)
             if FLAT_PARAMS:
-                move_gradients_in(context.handles)
+                flats = [h.writes.flat_parameters for h in context.handles]
+                move_own_gradients(FLAT_PARAMS[id(p)] for each in flats for p in each)
         free_oldest(context, keep=0)
         for log in context.backward_logs:
             log.end()
