@@ -20,7 +20,7 @@ from composable_fsdp.access.gather import gather_flat_values, spread_flat_values
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import DesyncError, PhaseError
 from composable_fsdp.flat import memory, part_guards, residency
-from composable_fsdp.flat.build_region import full_leaves, full_views
+from composable_fsdp.flat.build import full_leaves, full_views
 from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
 from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import FlatParamHandle

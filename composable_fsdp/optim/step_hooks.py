@@ -24,7 +24,7 @@ from composable_fsdp.flat import residency
 from composable_fsdp.flat.gradients import has_arrived
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import times_replaced
-from composable_fsdp.flat.residency import count_step, is_counting_steps
+from composable_fsdp.flat.residency import is_counting_steps
 from composable_fsdp.naming import listed
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import (
@@ -144,8 +144,7 @@ def after_step(optim: Optimizer, *_: object) -> None:
         if met is None:
             return
         if is_counting_steps():
-            count_step(met.handles)
-            _hide_old_values(met)
+            _count_step(met)
         if met.uncounted or met.has_empty:
             _count_writes(optim, met)
 
@@ -204,9 +203,10 @@ def _unmoved(
     return found
 
 
-def _hide_old_values(met: _KnownOptimizer) -> None:
-    """Show sharded parameters where a step has made full ones old."""
+def _count_step(met: _KnownOptimizer) -> None:
+    """Count a step; show sharded parameters where it has made full ones old."""
     for handle in met.units():
+        handle.writes.steps += 1
         # A unit in forward or backward reads the full parameters.
         if handle.backward.task != NO_TASK or handle.calls:
             continue

@@ -23,7 +23,7 @@ from composable_fsdp.comm.operations import (
 )
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
-from composable_fsdp.flat.flat_parameter import FLAT_PARAMS, move_gradients_in
+from composable_fsdp.flat.flat_parameter import FLAT_PARAMS, move_own_gradients
 from composable_fsdp.flat.gradients import has_arrived
 from composable_fsdp.flat.handle import (
     LEAVES,
@@ -33,7 +33,7 @@ from composable_fsdp.flat.handle import (
     FlatParamHandle,
 )
 from composable_fsdp.flat.param_ref import place_path
-from composable_fsdp.flat.residency import SHARDED, find_unreadable, find_written
+from composable_fsdp.flat.residency import SHARDED, find_changed
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import BACKWARD_PRE, SUMMON, Phase
 from composable_fsdp.runtime.offload import finish_d2h_grad_copies
@@ -89,18 +89,20 @@ def run_backward(
     try:
         return run(outputs, *args, **kwargs)
     except RuntimeError as error:
-        if (read := find_unreadable(str(error))) is not None:
+        changed, sharded = find_changed(str(error))
+        if changed and sharded:
             raise PhaseError(
-                f"Backward needs parameter {read} while it is sharded: it came to the "
-                "parameter's unit through a tensor that the unit's forward did not "
-                "return, or after the unit had given its weights up. Return the tensor "
-                "from the forward (an auxiliary loss as a second output), or keep it "
-                "on an attribute of the unit's module from the first forward on."
+                f"Backward needs parameter {changed[0]} while it is sharded: it came "
+                "to the parameter's unit through a tensor that the unit's forward did "
+                "not return, or after the unit had given its weights up. Return the "
+                "tensor from the forward (an auxiliary loss as a second output), or "
+                "keep it on an attribute of the unit's module from the first forward "
+                "on."
             ) from error
-        if written := find_written(str(error)):
+        if changed:
             raise PhaseError(
                 "Backward needs a tensor as it was in the forward, and it was written "
-                f"to since. Parameter {' or '.join(written[:4])} was: an optimizer "
+                f"to since. Parameter {' or '.join(changed[:4])} was: an optimizer "
                 "step, load_state_dict, set_full_param or a write in place came "
                 "between the forward and its backward. Run backward before. torch "
                 f"says: {error}"
@@ -336,7 +338,8 @@ def finish_task(context: RuntimeContext, task: int) -> None:
             if context.offload:
                 finish_d2h_grad_copies(context)
             if FLAT_PARAMS:
-                move_gradients_in(context.handles)
+                flats = [h.writes.flat_parameters for h in context.handles]
+                move_own_gradients(FLAT_PARAMS[id(p)] for each in flats for p in each)
         free_oldest(context, keep=0)
         for log in context.backward_logs:
             log.end()

@@ -282,8 +282,6 @@ class _Step(NamedTuple):
             # Without a buffer of its own, the full region is the shard.
             if region.full.is_own:
                 log.mark([region.full.buffer], "full")
-            if region.full.wire is not None:
-                log.mark([region.full.wire.buffer], "full")
             # Regions of frozen parameters have no reduce buffer.
             if isinstance(region, TrainableRegion):
                 log.mark([region.reduce.buffer], "reduce")

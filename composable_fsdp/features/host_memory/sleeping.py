@@ -31,12 +31,11 @@ from composable_fsdp.access.unsharded_unit import NO_STEPS
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.build import leaf_memory
 from composable_fsdp.flat.gradients import (
     free_cleared,
     has_arrived,
 )
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import FlatParamHandle, leaf_memory
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase

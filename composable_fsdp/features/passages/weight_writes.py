@@ -15,7 +15,7 @@ from composable_fsdp.flat import residency
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import slot_path
 from composable_fsdp.flat.region import FlatParameter, part_of
-from composable_fsdp.flat.residency import accept_versions, set_versions, version_of
+from composable_fsdp.flat.residency import set_versions, version_of
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.tree.state import _FSDPState
@@ -60,7 +60,7 @@ def _copy_writes_to_shards(handle: FlatParamHandle) -> None:
         if leaf._version != version
     }
     # Autograd saved the versions after the write, so those versions stay readable.
-    accept_versions(handle)
+    handle.form.readable = tuple(map(version_of, handle.form.placed))
     for region in handle.layout.regions:
         for slot, full, sharded in zip(
             region.layout.parameters, region.full.leaves, region.leaves, strict=True
@@ -87,7 +87,7 @@ def _copy_writes_to_shards(handle: FlatParamHandle) -> None:
 def _inexact(region: FlatParameter, what: str) -> PhaseError:
     """Return the error of a write to full values that are no exact copies."""
     cause, option = "MixedPrecision", "param_dtype"
-    if region.full.wire is not None:
+    if region.layout.wire is not None:
         cause, option = repr(region.layout.wire), "wire"
     return PhaseError(
         f"{what} in {region.full.buffer.dtype} of shards in {region.shard.dtype} "
