@@ -27,7 +27,7 @@ _BLOCK = {"cpu": _ROW}
 what torch gives to a single thread, because ranks share the cores."""
 _SMALL = 1 << 15
 """Bytes up to which the tensors of a unit are hashed together."""
-_LARGE_BLOCK = 1 << 26
+_LARGE_BLOCK = 1 << 22
 """Words that are read at once on other devices; two temporaries have this size."""
 
 
