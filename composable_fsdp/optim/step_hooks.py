@@ -179,24 +179,19 @@ def _unmoved(
     # No call for each parameter, because this runs in every step.
     found: list[torch.Tensor] = []
     for region in handle.layout.trainable:
-        leaves, shown = region.leaves, region.gradient.shown
         flat = region.flat is not None and region.flat.grad is not None
         # Of a parameter without elements here ``shown`` tells of the other ranks: it is
         # as the last reduction set it, and ``zero_grad`` on this rank does not clear
         # it. An optimizer passes by parameters without a gradient.
         found += [
             leaf
-            for leaf, key, numel, graded in zip(
-                leaves,
-                map(id, leaves),
-                map(torch.Tensor.numel, leaves),
-                shown,
-                strict=True,
+            for leaf, (start, stop, _), graded in zip(
+                region.leaves, region.cuts.parts, region.gradient.shown, strict=True
             )
             if (
                 graded
-                and not numel
-                and (unseen or (leaf.grad is None and key in counted))
+                and start == stop
+                and (unseen or (leaf.grad is None and id(leaf) in counted))
             )
             or (unseen and (flat or leaf.grad is not None))
         ]

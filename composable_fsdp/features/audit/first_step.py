@@ -28,12 +28,13 @@ from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.config import Report
+from composable_fsdp.errors import PACKAGE
 from composable_fsdp.features.audit import rules
 from composable_fsdp.features.audit.graphs import watch_graphs
 from composable_fsdp.features.audit.rules import Call, Part
 from composable_fsdp.features.audit.telling import (
+    OPTIM,
     harmless,
-    is_own_call,
     tell,
     users_frame,
 )
@@ -199,8 +200,14 @@ class _Mode(TorchFunctionMode):
         if torch.compiler.is_compiling() or not self.units:
             return func(*args, **kwargs)
         frame = sys._getframe(1)
-        own = is_own_call(frame, func)
-        call = None if own else self._begin(frame, func, args, kwargs)
+        file = frame.f_code.co_filename
+        # Most calls of a step are of this package, or of torch's ``zero_grad``, which
+        # reads each gradient: no further call for these.
+        if file.startswith(PACKAGE) or (
+            file.startswith(OPTIM) and getattr(func, "__name__", "") == "__get__"
+        ):
+            return func(*args, **kwargs)
+        call = self._begin(frame, func, args, kwargs)
         result = func(*args, **kwargs)
         if call is not None:
             self._follow(call, frame, result)

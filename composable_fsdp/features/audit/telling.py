@@ -8,13 +8,13 @@ import warnings
 from collections.abc import Callable
 from functools import wraps
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from composable_fsdp.errors import PACKAGE, TORCH, CompositionError, warn
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_OPTIM = f"{TORCH}optim/"
+OPTIM = f"{TORCH}optim/"
 _DOOR = f"{PACKAGE}doors/fsdp2_torch.py"
 """Wraps functions of torch, for all programs once FSDP2's names are used."""
 _OWNERS = f"{PACKAGE}features/owners.py"
@@ -43,15 +43,6 @@ def harmless(function: Callable[P, T]) -> Callable[P, T | None]:
             return None
 
     return guarded
-
-
-def is_own_call(frame: FrameType, func: Any) -> bool:
-    """Return whether this package calls, or torch's optimizers read an attribute."""
-    # Most calls of a step are these: ``zero_grad`` reads each gradient a few times.
-    file = frame.f_code.co_filename
-    return file.startswith(PACKAGE) or (
-        getattr(func, "__name__", "") == "__get__" and file.startswith(_OPTIM)
-    )
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
