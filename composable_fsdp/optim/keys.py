@@ -20,8 +20,9 @@ from composable_fsdp.optim.names import (
     Group,
     Named,
     Table,
-    groups_of,
+    made_over,
     name_parameters,
+    require_pair,
     require_same_options,
 )
 from composable_fsdp.planning.options import by_name
@@ -213,7 +214,9 @@ def rekey_optim_state_dict(
         OptimStateKeyType, optim_state_key_type, argument="optim_state_key_type"
     )
     what = "rekey_optim_state_dict"
-    table = name_parameters(model, groups_of(model, optim, optim_input, what))
+    optim = made_over(model, optim, optim_input)
+    require_pair(model, optim, what)
+    table = name_parameters(model, optim.param_groups)
     found = state_by_name(optim_state_dict, table, what, partial=True)
     if kind is OptimStateKeyType.PARAM_NAME:
         return found

@@ -141,20 +141,16 @@ def optimizers_of(optim: object) -> list[Any]:
     return found
 
 
-def groups_of(
-    model: nn.Module,
-    optim: Optimizer | None,
-    optim_input: Iterable[Any] | None,
-    what: str,
-) -> list[Group]:
-    """Return the groups of ``optim``, or those made from ``optim_input``."""
+def made_over(
+    model: nn.Module, optim: Optimizer | None, optim_input: Iterable[Any] | None
+) -> Any:
+    """Return ``optim``, or an optimizer over ``optim_input`` or over all parameters."""
     if optim is not None:
-        require_pair(model, optim, what)
-        return optim.param_groups
-    given = list(model.parameters() if optim_input is None else optim_input)
-    if given and not isinstance(given[0], dict):
-        return [{"params": given}]
-    return [{**group, "params": list(group["params"])} for group in given]
+        return optim
+    given: Iterable[Any] = model.parameters() if optim_input is None else optim_input
+    # Copies, because the constructor writes its own options into the groups.
+    copies: list[Any] = [{**g} if isinstance(g, dict) else g for g in given]
+    return torch.optim.SGD(copies)
 
 
 def require_same_options(

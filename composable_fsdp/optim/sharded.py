@@ -58,8 +58,7 @@ def part_problem(named: Named, value: Any, *, from_first: bool) -> str:
             "reader. Read the checkpoint by torch.distributed.checkpoint.load into "
             "what optim_state_dict(model, optim) returns."
         )
-    # ``part``: a ``Described`` stands for the first rank's sharded value.
-    if not isinstance(value, ShardedValue) and not getattr(value, "part", False):
+    if not isinstance(value, ShardedValue):
         return ""
     if from_first:
         return (
