@@ -1,7 +1,6 @@
 """Convert the keys of an optimizer state dict to the plain model's names.
 
-Keys may be numbers (as in ``optim.state_dict()``), the plain model's names, or the
-names that the optimizer was made with (``param_names``). An ambiguous key raises.
+Keys may be numbers (as in ``optim.state_dict()``) or names. An ambiguous key raises.
 """
 
 from __future__ import annotations
@@ -31,17 +30,8 @@ Keys = dict[Any, Any]
 """Maps a key of the given state dict to the key in the result."""
 
 
-def state_by_name(
-    saved: Any,
-    table: Table,
-    what: str,
-    *,
-    partial: bool = False,
-) -> dict[str, Any]:
-    """Return ``saved`` with the plain model's names as keys; new dicts, same values.
-
-    ``partial``: parameters may be missing, and numbers count those of ``table``.
-    """
+def state_by_name(saved: Any, table: Table, what: str) -> dict[str, Any]:
+    """Return ``saved`` with the plain model's names as keys; new dicts, same values."""
     wanted = ("state", "param_groups")
     if not isinstance(saved, dict) or any(key not in saved for key in wanted):
         got = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved)
@@ -53,7 +43,7 @@ def state_by_name(
     listed = [key for group in saved["param_groups"] for key in group["params"]]
     keys = [*saved["state"], *listed]
     if all(isinstance(key, int) for key in keys):
-        known = _of_numbers(saved, listed, table, what, partial=partial)
+        known = _of_numbers(saved, listed, table, what)
     elif all(isinstance(key, str) for key in keys):
         known = _of_names(keys, table)
     else:
@@ -67,7 +57,7 @@ def state_by_name(
     _require_once(known, listed, what)
     # Unknown keys stay as they are, and are refused below.
     named = _rekeyed(saved, known)
-    _require_same_names(table.members, named, partial=partial)
+    _require_same_names(table.members, named)
     return named
 
 
@@ -97,7 +87,7 @@ def _rekeyed(saved: dict[str, Any], known: Keys) -> dict[str, Any]:
 
 
 def _of_numbers(
-    saved: dict[str, Any], numbers: list[int], table: Table, what: str, *, partial: bool
+    saved: dict[str, Any], numbers: list[int], table: Table, what: str
 ) -> Keys:
     """Map numbers to names by ``param_names``, else by position in the groups."""
     theirs = saved["param_groups"]
@@ -108,8 +98,6 @@ def _of_numbers(
         if len({known.get(name) for name in names} - {None}) == len(names):
             return {i: known[name] for i, name in zip(numbers, names, strict=True)}
     fqns = [named.fqn for named in table.members]
-    if partial:
-        return dict(enumerate(fqns))
     given, sizes = [len(g["params"]) for g in theirs], list(map(len, table.groups))
     if given != sizes:
         raise CheckpointError(
@@ -130,21 +118,11 @@ def _of_names(keys: list[str], table: Table) -> Keys:
     for name, parameter in table.model.named_parameters(remove_duplicate=False):
         if id(parameter) in mine:
             known.setdefault(strip_wrapper(name), mine[id(parameter)])
-    by_model = {key: known.get(strip_wrapper(key)) for key in keys}
-    made_with: Keys = {}
-    given = [name for group in table.own for name in group.get("param_names", ())]
-    if len(given) == len(members):
-        made_with = dict(zip(given, (m.fqn for m in members), strict=True))
-    by_optim = {key: made_with.get(key) for key in keys}
-    # All keys must come from the same table: a mixture of both would be a guess.
-    whole = (each for each in (by_model, by_optim) if None not in each.values())
-    found = next(whole, by_model)
+    found = {key: known.get(strip_wrapper(key)) for key in keys}
     return {key: name for key, name in found.items() if name is not None}
 
 
-def _require_same_names(
-    members: list[Named], saved: dict[str, Any], *, partial: bool
-) -> None:
+def _require_same_names(members: list[Named], saved: dict[str, Any]) -> None:
     """Refuse names that are missing in ``saved`` and names that are left over."""
     theirs = {name for group in saved["param_groups"] for name in group["params"]}
     # A parameter that no unit shards (an ignored one, an adapter) may be new, and
@@ -154,7 +132,6 @@ def _require_same_names(
         named.fqn
         for named in members
         if named.fqn not in theirs
-        and not partial
         and named.handle is not None
         and placement_of(named.handle.layout.plan.options.chosen).states
     )
@@ -198,8 +175,7 @@ def rekey_optim_state_dict(
     The result has new dicts around the same values.
 
     Args:
-        optim_state_dict: the state dict, ``{"state": ..., "param_groups": ...}``, of
-            all parameters or of some.
+        optim_state_dict: the state dict, ``{"state": ..., "param_groups": ...}``.
         optim_state_key_type: ``PARAM_NAME`` for names of ``model``, or ``PARAM_ID`` for
             numbers, which count the parameters in the order of ``optim.state_dict()``.
         model: the model that gives the names; need not be sharded.
@@ -217,7 +193,7 @@ def rekey_optim_state_dict(
     optim = made_over(model, optim, optim_input)
     require_pair(model, optim, what)
     table = name_parameters(model, optim.param_groups)
-    found = state_by_name(optim_state_dict, table, what, partial=True)
+    found = state_by_name(optim_state_dict, table, what)
     if kind is OptimStateKeyType.PARAM_NAME:
         return found
     # ``optim.state_dict()`` numbers the parameters through all groups.

@@ -11,7 +11,7 @@ that holds elements describes the state for those ranks::
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -21,12 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
 
-from composable_fsdp.comm.meeting import exchange, first_failure
+from composable_fsdp.comm.meeting import exchange, first_failure, raise_on_all_ranks
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError, DesyncError
-from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.flat_state import is_scalar
+from composable_fsdp.optim.flat_state import Values, is_scalar
 from composable_fsdp.optim.names import Named, shard_groups
 from composable_fsdp.optim.step_checks import misfit_text
 from composable_fsdp.state_dict.full import mismatch, sharded_value
@@ -34,30 +33,82 @@ from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 
 
-def as_sharded(named: Named, value: Any) -> Any:
-    """Return this rank's ``value`` as a ``ShardedValue``; scalars stay as they are."""
-    is_part = isinstance(value, Tensor) and value.shape == named.parameter.shape
-    # Of a parameter that this rank holds whole, state may have any shape.
-    return sharded_value(named.ref, value) if named.ref and is_part else value
+def sharded_values(
+    members: Mapping[Any, Named],
+    given: Mapping[Any, Any],
+    groups: Sequence[dist.ProcessGroup],
+    *,
+    alone: bool,
+    units: Sequence[_FSDPState] = (),
+) -> dict[Any, Any]:
+    """Return the state with sharded values; unless ``alone`` equal keys on all ranks.
+
+    Collective: unless ``alone`` names; an error of a rank goes over ``groups``.
+    """
+    state = dict(given)
+    with raise_on_all_ranks(groups):
+        for key, named in members.items():
+            # State of a parameter without elements on this rank is stale.
+            if named.is_absent and is_empty(state.get(key, {})):
+                state.pop(key, None)
+            elif key in state:
+                state[key] = _shown(named, state[key])
+    if alone:
+        return state
+    states = [given.get(key, {}) for key in members]
+    require_same_state(list(members.values()), states, units)
+    for (key, named), values in zip(members.items(), states, strict=True):
+        if named.is_absent and values:
+            state[key] = _shown(named, values)
+    # In the order of the parameters, so that ranks which loop over the state call
+    # ``full_tensor`` in the same order.
+    return {key: state[key] for key in (*members, *state) if key in state}
 
 
-def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> None:
+def _shown(named: Named, values: Values) -> Values:
+    """Return state with this rank's parts as ``ShardedValue``. Raises: CheckpointError.
+
+    Of a parameter that this rank holds whole, state may have any shape.
+    """
+    if error := misfit(named, values):
+        raise error
+    return {
+        name: sharded_value(named.ref, value)
+        if named.ref is not None
+        and isinstance(value, Tensor)
+        and value.shape == named.parameter.shape
+        else value
+        for name, value in values.items()
+    }
+
+
+def is_empty(values: Any) -> bool:
+    """Return whether a state has no tensor with elements, apart from scalars."""
+    return isinstance(values, dict) and not any(
+        isinstance(value, Tensor) and value.ndim and value.numel()
+        for value in values.values()
+    )
+
+
+def forget_homes(state: Mapping[Any, Values]) -> None:
+    """Have ``full_tensor`` refused, which would wait for ranks that lack the entry."""
+    for value in (value for values in state.values() for value in values.values()):
+        if isinstance(value, ShardedValue):
+            value.home = None
+
+
+def mark_partial(named: Named, values: Values) -> None:
     """Forbid pickling of sharded values if the unit's state dict type is full."""
-    unit = _get_module_fsdp_state(handle.layout.owners[0])
+    assert named.handle is not None
+    unit = _get_module_fsdp_state(named.handle.layout.owners[0])
     kind = None if unit is None else unit.settings.state_dict.state_dict_type
     for key, value in values.items() if kind is StateDictType.FULL_STATE_DICT else ():
         if isinstance(value, ShardedValue) and value.is_partial:
-            value.not_alone = f"state {key!r} of {name}"
+            value.not_alone = f"state {key!r} of {quoted(named.fqn)}"
 
 
 def part_problem(named: Named, value: Any, *, from_first: bool) -> str:
     """Return why ranks can neither take nor gather a sharded value; else empty."""
-    if type(value).__name__ == "ShardedTensor":
-        return (
-            "expected a tensor or a ShardedValue, got a ShardedTensor of torch's older "
-            "reader. Read the checkpoint by torch.distributed.checkpoint.load into "
-            "what optim_state_dict(model, optim) returns."
-        )
     if not isinstance(value, ShardedValue):
         return ""
     if from_first:
@@ -101,9 +152,6 @@ def part_for(named: Named, key: str, value: Any) -> Any:
         "Load what this rank saved under an equal plan, or what "
         "optim_state_dict_to_load(model, optim, state) returns."
     )
-
-
-Values = dict[str, Any]
 
 
 class _Entry(NamedTuple):

@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -265,24 +263,6 @@ def test_state_of_parameters_that_one_rank_has_is_saved_and_loaded(
     for each in own:
         place = next(i for i, p in enumerate(model.parameters()) if p is each)
         torch.testing.assert_close(optim.state[each], before[place])
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@on_ranks(2)
-def test_state_from_torchs_older_reader_is_refused(
-    world: World, tmp_path: Path
-) -> None:
-    """``load_sharded_optimizer_state_dict`` gives torch's ``ShardedTensor``."""
-    model, optim = trained(world, "wrapper")
-    cf.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-    dcp_save({"optim": cf.optim_state_dict(model, optim)}, checkpoint_id=tmp_path)
-    read = load_sharded_optimizer_state_dict(
-        model_state_dict=model.state_dict(),
-        optimizer_key="optim",
-        storage_reader=FileSystemReader(tmp_path),
-    )
-    text = message_of(partial(optim_state_dict_to_load, model, optim, read["optim"]))
-    assert "got a ShardedTensor of torch's older reader" in text
 
 
 State = dict[str, Any]
