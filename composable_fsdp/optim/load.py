@@ -22,15 +22,16 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted, takes_optimizer
-from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import (
     Named,
     Table,
+    aligned_groups,
     given_names,
     made_over,
     meet_for_state,
     name_parameters,
     require_pair,
+    state_by_name,
 )
 from composable_fsdp.optim.save import full_state, local_state_dict, sharded_state
 from composable_fsdp.optim.sharded import part_for, part_problem, unlike_part

@@ -30,15 +30,16 @@ from composable_fsdp.optim.flat_state import (
     originals,
     unflatten_state,
 )
-from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import (
     Named,
+    aligned_groups,
     given_names,
     is_absent,
     meet_for_state,
     name_parameters,
     require_pair,
     shard_groups,
+    state_by_name,
 )
 from composable_fsdp.optim.sharded import (
     forget_homes,

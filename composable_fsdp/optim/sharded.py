@@ -13,7 +13,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -157,7 +156,6 @@ def part_for(named: Named, key: str, value: Any) -> Any:
 class _Entry(NamedTuple):
     """What a rank says of a parameter."""
 
-    fqn: str
     keys: list[str]
     """The sorted names of its element-wise states."""
     told: Values
@@ -179,12 +177,15 @@ def require_same_state(
     problem = next(filter(None, map(misfit, members, states)), None)
     # The groups of ``units`` first, in an order equal on all ranks, also without a
     # parameter to describe.
-    cut: dict[dist.ProcessGroup, list[int]] = {g: [] for g in shard_groups(units)}
+    cut: dict[dist.ProcessGroup, dict[str, int]] = {g: {} for g in shard_groups(units)}
     # By name: the order of the parameters in the optimizer may differ between ranks.
     for i, named in sorted(enumerate(members), key=lambda pair: pair[1].fqn):
         if named.group is not None:
-            cut.setdefault(named.group, []).append(i)
-    own = [[_entry(members[i], states[i]) for i in each] for each in cut.values()]
+            cut.setdefault(named.group, {})[named.fqn] = i
+    own = [
+        {fqn: _entry(members[i], states[i]) for fqn, i in each.items()}
+        for each in cut.values()
+    ]
     # All exchanges before any error: a rank that raised would be missing in the next.
     outcomes = [exchange(problem, *pair) for pair in zip(own, cut, strict=True)]
     if problem is not None:
@@ -192,11 +193,13 @@ def require_same_state(
     failure = first_failure(each.failure for said in outcomes for each in said)
     if failure is not None:
         raise failure.rebuilt()
-    for mine, said, numbers in zip(own, outcomes, cut.values(), strict=True):
-        for rank, each in enumerate(said):
-            _require_same_names(mine, each.value, rank)
-        for i, *entries in zip(numbers, *(each.value for each in said), strict=True):
-            _take(members[i], states, i, entries)
+    for mine, said, places in zip(own, outcomes, cut.values(), strict=True):
+        told = [each.value for each in said]
+        for rank, theirs in enumerate(told):
+            for fqn in sorted(mine.keys() ^ theirs.keys()):
+                raise _differing(fqn, "here", mine.get(fqn), rank, theirs.get(fqn))
+        for fqn, i in places.items():
+            _take(members[i], states, i, [each[fqn] for each in told])
 
 
 def misfit(named: Named, values: Values) -> CheckpointError | None:
@@ -228,23 +231,7 @@ def _entry(named: Named, values: Values) -> _Entry:
             with suppress(Exception):
                 pickle.dumps(value)
                 told[key] = value, True
-    return _Entry(named.fqn, keys, told)
-
-
-def _made(told: Any, leaf: Tensor) -> Any:
-    """Create the described state for ``leaf``, which has no elements."""
-    if isinstance(told, torch.dtype):
-        return torch.empty(leaf.shape, dtype=told, device=leaf.device)
-    value, is_on_cpu = told
-    return value if is_on_cpu else value.to(leaf.device)
-
-
-def _require_same_names(own: list[_Entry], theirs: list[_Entry], rank: int) -> None:
-    """Refuse the entries of a rank that are of other parameters than this rank's."""
-    nothing = _Entry("nothing more", [], {})
-    for mine, other in zip_longest(own, theirs, fillvalue=nothing):
-        if mine.fqn != other.fqn:
-            raise _differing("here", mine, f"on rank {rank} of the shard group", other)
+    return _Entry(keys, told)
 
 
 def _take(
@@ -254,22 +241,29 @@ def _take(
     assert named.ref is not None
     # Holders only, which the layout tells: state of other ranks may be stale.
     holders, own_rank = named.holders, named.ref.region.rank
-    here = own_rank if own_rank in holders else holders[0]
     for rank in holders:
-        if entries[rank].keys != entries[here].keys:
-            where, there = (f"on rank {r} of the shard group" for r in (here, rank))
-            where = "here" if here == own_rank else where
-            raise _differing(where, entries[here], there, entries[rank])
-    if here != own_rank:
+        if entries[rank].keys != entries[holders[0]].keys:
+            first = f"on rank {holders[0]}", entries[holders[0]]
+            raise _differing(named.fqn, *first, rank, entries[rank])
+    if own_rank not in holders:
         # Also in place of state that an earlier load or step left here.
-        told = entries[here].told.items()
-        states[i] = {key: _made(each, named.parameter) for key, each in told}
+        states[i] = {}
+        for key, told in entries[holders[0]].told.items():
+            leaf = named.parameter
+            if isinstance(told, torch.dtype):
+                made = torch.empty(leaf.shape, dtype=told, device=leaf.device)
+            else:
+                made = told[0] if told[1] else told[0].to(leaf.device)
+            states[i][key] = made
 
 
-def _differing(here: str, mine: _Entry, there: str, theirs: _Entry) -> DesyncError:
+def _differing(
+    fqn: str, where: str, one: _Entry | None, rank: int, other: _Entry | None
+) -> DesyncError:
     """Return the error of ranks whose optimizers hold different state."""
+    has, others = (None if each is None else each.keys for each in (one, other))
     return DesyncError(
-        f"Optimizer state differs over ranks: {here} {quoted(mine.fqn)} has "
-        f"{mine.keys}, {there} {quoted(theirs.fqn)} has {theirs.keys}. Build the "
-        "optimizer with the same parameters on every rank, and step all of them."
+        f"Optimizer state differs over ranks: {quoted(fqn)} has {has} {where} and "
+        f"{others} on rank {rank} of the shard group. Build the optimizer with the "
+        "same parameters on every rank, and step all of them."
     )

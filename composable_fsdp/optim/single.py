@@ -18,7 +18,6 @@ from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import did_you_mean, listed, quoted, takes_optimizer
 from composable_fsdp.optim.flat_state import (
     Values,
-    is_scalar,
     originals,
     parts_of,
     require_flattenable,
@@ -27,7 +26,7 @@ from composable_fsdp.optim.flat_state import (
 )
 from composable_fsdp.optim.names import Named, meet_for_state, require_pair
 from composable_fsdp.optim.save import plain_values
-from composable_fsdp.optim.sharded import require_same_state
+from composable_fsdp.optim.sharded import part_for, require_same_state
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import require_elementwise
 from composable_fsdp.planning.dtensors import is_dtensor
@@ -173,11 +172,8 @@ def set_full_optim_state(
     named = _find(model, optim, fqn, "set_full_optim_state")
     view = OriginalView(optim)
     own: Any = view.state_of(named.parameter)
-    known = own
-    if named.is_absent:
-        # This rank keeps no state of the parameter, so check against the state names of
-        # the optimizer's other parameters.
-        known = {key for values in optim.state.values() for key in values}
+    known = {key for values in optim.state.values() for key in values}
+    parts = {}
     for key, value in state.items():
         if known and key not in known:
             raise CheckpointError(
@@ -190,8 +186,8 @@ def set_full_optim_state(
                 f"set_full_optim_state expects {key!r} of {quoted(fqn)} as a scalar or "
                 f"in the parameter's full shape {named.shape}, got {shape}."
             )
+        parts[key] = _part(named, key, value, own.get(key))
     if not named.is_absent:
-        parts = {k: _part(named, k, v, own.get(k)) for k, v in state.items()}
         view.write(named.parameter, parts)
 
 
@@ -200,15 +196,12 @@ def _part(named: Named, key: str, value: Any, before: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     # For a 0-d parameter the optimizer's own state tells.
-    scalar = is_scalar(key, value, named.shape) or (
-        value.ndim == 0 and before is not None and named.is_scalar(key, before)
-    )
-    if named.ref is not None and not scalar:
-        value = named.ref.part_of(value)
+    if value.ndim or before is None or not named.is_scalar(key, before):
+        value = part_for(named, key, value)
     # Optimizers keep ``step`` on the CPU.
     if isinstance(before, Tensor):
         value = value.to(before.device, before.dtype)
-    elif not scalar:
+    elif not named.is_scalar(key, value):
         value = value.to(named.parameter.device)
     return value.detach().clone()
 

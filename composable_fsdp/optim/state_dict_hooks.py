@@ -27,7 +27,7 @@ from composable_fsdp.optim.flat_state import (
     originals,
     unflatten_state,
 )
-from composable_fsdp.optim.names import Named, refuse_flats_with_forms, shard_groups
+from composable_fsdp.optim.names import Named, shard_groups
 from composable_fsdp.optim.save import full_state, unwrapped, wants_parts
 from composable_fsdp.optim.sharded import (
     forget_homes,
@@ -133,7 +133,6 @@ def _on_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
     """Return the state dict with sharded values, or in the form torch asks for."""
     if wants_parts.get():
         return None
-    refuse_flats_with_forms(optim, "optimizer.state_dict()")
     _refuse_torchs_functions(optim)
     state_dict = unflatten_state(optim.param_groups, state_dict)
     asked = dcp_request()
@@ -202,7 +201,6 @@ def _full(optim: Optimizer, given: StateDict, asked: DcpRequest) -> StateDict:
 
 def _on_load_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
     """Return this rank's part of the given state dict, ready to load."""
-    refuse_flats_with_forms(optim, "optimizer.load_state_dict()")
     _refuse_torchs_functions(optim)
     members = _members(optim, state_dict["param_groups"], whole=True)
     state = {
