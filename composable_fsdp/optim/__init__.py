@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from composable_fsdp.lazy import resolver
 
 if TYPE_CHECKING:
-    from composable_fsdp.optim.keys import (
+    from composable_fsdp.optim.names import (
         rekey_optim_state_dict as rekey_optim_state_dict,
     )
     from composable_fsdp.optim.single import (
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _resolve, __all__ = resolver(
     {
-        "optim.keys": "rekey_optim_state_dict",
+        "optim.names": "rekey_optim_state_dict",
         "optim.single": "get_full_optim_state set_full_optim_state",
     }
 )

@@ -248,7 +248,7 @@ def require_agreement(optim: Optimizer, refused: str | None, *, is_first: bool) 
             other = peers.say([ours, gradients])
             if other is not None:
                 rank, (theirs, their_gradients) = other
-                own = own or _difference(optim, ours, theirs, rank)
+                own = own or _difference(optim, ours, theirs, rank=rank)
                 if gradients != their_gradients:
                     _warn_of_unreduced(optim, plain, rank)
         # Passed on, for ranks that share no group with the one that refuses.
@@ -267,15 +267,12 @@ def _options(optim: Optimizer, group: dist.ProcessGroup) -> list[list[Any]]:
     """Return rows of numbers among the options, and names in units of ``group``."""
     rows: dict[str, list[Any]] = {}
     for each in optim.param_groups:
-        # As JSON returns them, which has no tuples. Betas are several numbers.
-        several = {k: list(v) if isinstance(v, tuple) else v for k, v in each.items()}
+        # Lists, as JSON returns them. Betas are several numbers.
+        several = {k: [*v] if isinstance(v, tuple) else [v] for k, v in each.items()}
         numbers = {
-            key: value
-            for key, value in several.items()
-            if all(
-                isinstance(n, (int, float))
-                for n in (value if isinstance(value, list) else [value])
-            )
+            key: values
+            for key, values in several.items()
+            if all(isinstance(value, (int, float)) for value in values)
         }
         leaves = filter(None, map(find_leaf, each["params"]))
         names = [param_path(*leaf) for leaf in leaves if leaf[0].groups.shard is group]
@@ -289,23 +286,21 @@ def _options(optim: Optimizer, group: dist.ProcessGroup) -> list[list[Any]]:
 def _difference(optim: Optimizer, *rows: list[list[Any]], rank: int) -> str | None:
     """Return the error for options that another rank has otherwise."""
     ours, theirs = ({name: of for of, names in r for name in names} for r in rows)
-    if ours == theirs:  # 1 and 1.0
-        return None
-    what = "the same parameters"
-    pair: tuple[Any, ...] = (f"{len(ours)} parameters", "others")
-    if ours.keys() == theirs.keys():
-        name = next(n for n in ours if ours[n] != theirs[n])
-        one, two = ours[name], theirs[name]
+    for name in {**ours, **theirs}:
+        one, two = ours.get(name, {}), theirs.get(name, {})
+        if one == two:  # 1 and 1.0
+            continue
         key = min(k for k in {**one, **two} if one.get(k) != two.get(k))
-        what, pair = f"one {key!r} for {quoted(name)}", (one.get(key), two.get(key))
-    told = sorted(zip((dist.get_rank(), rank), pair, strict=True))
-    return (
-        f"{type(optim).__name__} expects on all ranks {what}, got "
-        f"{listed(f'{value} on rank {each}' for each, value in told)}. Each rank would "
-        "train its rows of a parameter with settings of its own. p.shape and p.numel() "
-        "of a sharded parameter are those of this rank's rows: choose groups and rates "
-        "by name, by composable_fsdp.access.full_shape(p), or before fully_shard."
-    )
+        pairs = sorted([(dist.get_rank(), one.get(key)), (rank, two.get(key))])
+        told = (f"{listed(v) if v else None} on rank {r}" for r, v in pairs)
+        return (
+            f"{type(optim).__name__} expects on all ranks one {key!r} for "
+            f"{quoted(name)}, got {listed(told)}. Each rank would train its rows of a "
+            "parameter with settings of its own. p.shape and p.numel() of a sharded "
+            "parameter are those of this rank's rows: choose groups and rates by name, "
+            "by composable_fsdp.access.full_shape(p), or before fully_shard."
+        )
+    return None
 
 
 def _groups_of(optim: Optimizer) -> dict[dist.ProcessGroup, FlatParamHandle]:

@@ -215,14 +215,6 @@ def _parameter(value: Tensor, leaf: nn.Parameter) -> nn.Parameter:
     return made
 
 
-def owns_below(state: _FSDPState, module: nn.Module) -> bool:
-    """Return whether ``module``, of the unit, holds parameters of the unit."""
-    if module is state.module and len(state.modules) == 1:
-        return True
-    inside = set(map(id, module.modules()))
-    return any(id(owner) in inside for owner in state.handle.layout.owners)
-
-
 _log = logging.getLogger("composable_fsdp.state_dict")
 
 _Given = tuple[str, "weakref.ref[Tensor]", Tensor, int]

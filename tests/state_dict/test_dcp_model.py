@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import io
 import warnings
 from collections.abc import Callable
@@ -43,7 +42,6 @@ from composable_fsdp import (
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.fsdp2 import fully_shard as fsdp2_fully_shard
 from composable_fsdp.optim.save import local_state_dict
-from composable_fsdp.state_dict import dcp_caller
 from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
@@ -390,27 +388,6 @@ def test_parameters_of_any_shape_go_through_a_checkpoint(
 
     for after in (1, 2):
         ranks(after).run(load_corners, block, tmp_path, expected)
-
-
-def test_functions_of_a_module_that_is_imported_later_are_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At its import, once; another name of it stays as it is."""
-    (tmp_path / "later_dcp.py").write_text("def f(a, b=2): return a + b\ng = f\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    seen: list[dict[str, Any]] = []
-
-    def front(run: Any, given: dict[str, Any]) -> Any:
-        seen.append(given)
-        return run()
-
-    monkeypatch.setitem(dcp_caller._waiting, "later_dcp", {"f": front, "gone": front})
-    dcp_caller.install()
-    module: Any = importlib.import_module("later_dcp")
-
-    assert (module.f(1), module.f(1, b=4), module.g(1)) == (3, 5, 3)
-    assert seen == [{"a": 1}, {"a": 1, "b": 4}]
-    assert not hasattr(module, "gone")
 
 
 def models(path: str) -> list[tuple[nn.Module, Any]]:
