@@ -25,7 +25,7 @@ from composable_fsdp.comm.groups import Groups
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle, Guards
 from composable_fsdp.flat.param_form import NO_FORMS, Forms
-from composable_fsdp.flat.param_ref import find_param, place_path
+from composable_fsdp.flat.param_ref import ParamRef, find_param, place_path
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.walk import has_forward
@@ -134,38 +134,33 @@ def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
             found = find_param(parameter)
             if found is None or parameter is None:
                 continue
-            if found.region.layout.world_size == 1:
-                # The values are right, and only the gradient would not be averaged.
-                trains = torch.is_grad_enabled() and parameter.requires_grad
-                if not trains or found.handle.data_ranks == 1:
-                    continue
-            raise _refusal(found.handle, module, path, holder, key)
+            # A whole one has the right values, but its gradient would not be averaged.
+            trains = torch.is_grad_enabled() and parameter.requires_grad
+            if found.is_cut or (trains and found.handle.data_ranks > 1):
+                raise _refusal(found, module, holder, join_name(path, key))
 
 
 def _refusal(
-    handle: FlatParamHandle, module: nn.Module, path: str, holder: nn.Module, key: str
+    ref: ParamRef, module: nn.Module, holder: nn.Module, key: str
 ) -> PhaseError:
-    """Return the error for the call of a part, because of a parameter of ``holder``."""
-    layout = handle.layout
-    at = next((i for i, each in enumerate(layout.owners) if each is holder), None)
-    place = ""
-    if at is not None:
-        place = place_path(handle, at).removesuffix(layout.keys[at]).removesuffix(".")
-    name = quoted(join_name(place, key))
-    part = quoted(place.removesuffix(path).removesuffix(".") if path else place)
+    """Return the error for the call of a part, which has a parameter under ``key``."""
+    handle, layout = ref.handle, ref.handle.layout
+    at = [i for i, each in enumerate(layout.owners) if each is holder]
+    paths = [place_path(handle, i) for i in at]
+    name = next((each for each in paths if each.endswith(key)), ref.name)
+    part = quoted(name.removesuffix(key).removesuffix("."))
     # Before lazy initialization the FQN is empty for every unit that ``fully_shard``
     # was called on directly; the class name says more.
-    unit = f"({layout.plan.class_name})"
-    if handle.full_fqn:
-        unit = quoted(handle.full_fqn)
-    if layout.regions[0].layout.world_size > 1:
+    fqn = handle.full_fqn
+    unit = quoted(fqn) if fqn else f"({layout.plan.class_name})"
+    where = f"outside the forward of module {unit}, which averages gradients over "
+    where += f"{handle.data_ranks} ranks: that of {quoted(name)} would be this rank's "
+    where += "alone"
+    way = "Without gradients, call it under torch.no_grad()."
+    if ref.is_cut:
         where = f"while fully sharded module {unit}, which gathers its parameters, is "
-        where += f"sharded: it would compute with this rank's rows of {name}"
+        where += f"sharded: it would compute with this rank's rows of {quoted(name)}"
         way = "Outside the step, unshard_params(module) shows whole parameters."
-    else:
-        where = f"outside the forward of module {unit}, which averages gradients over "
-        where += f"{handle.data_ranks} ranks: that of {name} would be this rank's alone"
-        way = "Without gradients, call it under torch.no_grad()."
     return PhaseError(
         f"{type(module).__name__} {part} was called {where}. Call {unit}; or, for a "
         f"method of {unit} that calls its parts, register_forward_method(module, name);"
