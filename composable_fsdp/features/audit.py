@@ -42,8 +42,8 @@ from composable_fsdp.access.settings import units_of
 from composable_fsdp.config import Report
 from composable_fsdp.errors import PACKAGE, TORCH, CompositionError, warn
 from composable_fsdp.flat.flat_parameter import find_flat
-from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.flat.param_ref import find_param
+from composable_fsdp.flat.handle import LEAVES, find_leaf
+from composable_fsdp.flat.param_ref import param_path
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.step_checks import cut_leaf, flat_name, handles_of
 from composable_fsdp.optim.step_hooks import install_step_hooks
@@ -294,7 +294,7 @@ class _Audit:
         self, context: RuntimeContext, leaves: list[nn.Parameter], *, is_error: bool
     ) -> None:
         self.context = weakref.ref(context, lambda _: _MODE.forget(self))
-        self.unseen = {id(leaf): weakref.ref(leaf) for leaf in leaves}
+        self.unseen = set(map(id, leaves))
         """The shards that no function with a gradient was seen to take."""
         self.has_stepped = False
         self._is_error, self._left = is_error, _PATIENCE
@@ -326,14 +326,17 @@ class _Audit:
     @_harmless
     def reached(self, number: int, _: object) -> None:
         """Tell of the shard ``number``, whose gradient has come by a loss."""
-        leaf = self.unseen.pop(number, lambda: None)()
-        if leaf is None or (ref := find_param(leaf)) is None:
+        link = LEAVES.get(number) if number in self.unseen else None
+        self.unseen.discard(number)
+        if link is None or (handle := link()) is None:
             return
+        at = link.indices[number]
+        name, shape = quoted(param_path(handle, at)), tuple(handle.leaves[at].shape)
         frame: FrameType | None = sys._getframe()
         inner = PACKAGE, TORCH
         while frame is not None and frame.f_code.co_filename.startswith(inner):
             frame = frame.f_back
-        self.tell(_READ.format(quoted(ref.name), tuple(leaf.shape)), "loss", frame)
+        self.tell(_READ.format(name, shape), "loss", frame)
 
     def tell(self, text: str, what: str, frame: FrameType | None) -> None:
         """Warn at the line of ``frame``, once, or raise CompositionError."""
@@ -418,7 +421,7 @@ class _Mode(TorchFunctionMode):
                     continue
                 of = given[index : index + 1] if paired else given
                 for tensor, part in of if each.requires_grad else ():
-                    self.units[part.unit].unseen.pop(id(tensor), None)
+                    self.units[part.unit].unseen.discard(id(tensor))
                 found = [call.after(*pair, each) for pair in of]
                 kind = next((f for f in found if not isinstance(f, str)), found[0])
                 if isinstance(kind, str):
