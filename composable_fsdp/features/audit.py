@@ -22,11 +22,11 @@ import re
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -50,9 +50,6 @@ from composable_fsdp.optim.step_hooks import install_step_hooks
 from composable_fsdp.runtime.grad_hooks import accumulators_of
 from composable_fsdp.runtime.meta_values import RANDOM
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _PATIENCE = 64
 """Forwards after which the audit ends without a step."""
@@ -201,20 +198,15 @@ def _users_frame(frame: FrameType | None) -> tuple[FrameType, str] | None:
     return frame, optimizer
 
 
-def _harmless(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Return ``function`` with its own errors in the log, and None in their place."""
-
-    @wraps(function)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
-        try:
-            return function(*args, **kwargs)
-        except (CompositionError, Warning):  # what the audit tells
-            raise
-        except Exception:
-            _log.warning("The audit has missed a call by an error.", exc_info=True)
-            return None
-
-    return guarded
+@contextmanager
+def _harmless() -> Iterator[None]:
+    """Put errors of the audit itself into the log."""
+    try:
+        yield
+    except (CompositionError, Warning):  # what the audit tells
+        raise
+    except Exception:
+        _log.warning("The audit has missed a call by an error.", exc_info=True)
 
 
 # ---- the audit of a tree ----
@@ -256,7 +248,7 @@ def audit(module: nn.Module, action: Report = "warn") -> None:
     install_step_hooks()
 
 
-@_harmless
+@_harmless()
 def begin_audit(context: RuntimeContext) -> None:
     """Begin the audit of a tree; for ``FIRST_FORWARD``."""
     # Another model may have turned the mode on; this is a forward.
@@ -278,7 +270,7 @@ def begin_audit(context: RuntimeContext) -> None:
         node.register_prehook(partial(made.reached, id(leaf)))
 
 
-@_harmless
+@_harmless()
 def note_step(optim: torch.optim.Optimizer) -> None:
     """Have the next forward end the audit of what ``optim`` holds."""
     units = [id(each) for each in handles_of(optim)]
@@ -301,7 +293,7 @@ class _Audit:
         self._told: set[tuple[object, ...]] = set()
         _MODE.units.update({id(each): self for each in context.handles})
 
-    @_harmless
+    @_harmless()
     def iteration_begins(self) -> None:
         """Turn the mode off for the forward; end the audit after the step."""
         _turn(on=False)
@@ -314,7 +306,7 @@ class _Audit:
         context.observers = ()
         _MODE.forget(self)
 
-    @_harmless
+    @_harmless()
     def iteration_ends(self) -> None:
         """Turn the mode on behind a forward that may lead to a step."""
         context = self.context()
@@ -323,7 +315,7 @@ class _Audit:
             _MODE.units.update({id(each): self for each in context.handles})
             _turn(on=True)
 
-    @_harmless
+    @_harmless()
     def reached(self, number: int, _: object) -> None:
         """Tell of the shard ``number``, whose gradient has come by a loss."""
         link = LEAVES.get(number) if number in self.unseen else None
@@ -332,15 +324,10 @@ class _Audit:
             return
         at = link.indices[number]
         name, shape = quoted(param_path(handle, at)), tuple(handle.leaves[at].shape)
-        frame: FrameType | None = sys._getframe()
-        inner = PACKAGE, TORCH
-        while frame is not None and frame.f_code.co_filename.startswith(inner):
-            frame = frame.f_back
-        self.tell(_READ.format(name, shape), "loss", frame)
+        self.tell(_READ.format(name, shape), "loss")
 
-    def tell(self, text: str, what: str, frame: FrameType | None) -> None:
-        """Warn at the line of ``frame``, once, or raise CompositionError."""
-        # A thread of the engine, as on CUDA, has no frame of the user.
+    def tell(self, text: str, what: str, frame: FrameType | None = None) -> None:
+        """Warn at the line of ``frame``, or of a backward, once; or raise."""
         place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ()
         if (what, *place) in self._told:
             return
@@ -382,7 +369,7 @@ class _Mode(TorchFunctionMode):
             self._follow(call, result)
         return result
 
-    @_harmless
+    @_harmless()
     def _begin(
         self, frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Call | None:
@@ -409,7 +396,7 @@ class _Mode(TorchFunctionMode):
                 return None
         return call if given else None
 
-    @_harmless
+    @_harmless()
     def _follow(self, call: _Call, result: Any) -> None:
         """Note which results are parts; tell what is wrong with others."""
         given, wrong = call.given, []

@@ -3,19 +3,15 @@
 A part is a module that holds parameters of a unit and has no hooks of that unit. Its
 forward would compute with this rank's rows; if the unit is not cut (NO_SHARD,
 ``replicate``), its gradients would not be averaged. Around a container without a
-forward (``nn.ParameterList``), the module that reads it is the part.
-
-While the unit is sharded, each part has a forward pre-hook that refuses the call. So a
-step pays for a table entry per part and for no call, and inside the unit's forward
-torch sees no hook that would keep ``nn.TransformerEncoderLayer`` from its fast path::
-
-    use_sharded    hooks[REFUSE] = refuse_part      for hooks in handle.guards
-    use_full       del hooks[REFUSE]
+forward (``nn.ParameterList``), the module that reads it is the part. The refusal is a
+forward pre-hook of the part, there only while the unit is sharded: a forward of the
+unit pays for no call, and torch sees no hook that would keep it from a fast path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -48,8 +44,10 @@ def find_guards(
     without = {key for key, owner in parts.items() if not has_forward(owner)}
     if without:
         parts = {key: each for key, each in parts.items() if key not in without}
-        for module in modules:
-            parts.update(_readers(module, without))
+        for each in chain.from_iterable(map(walk.modules, modules)):
+            read = {id(holder) for _, holder in _holders(each)}
+            if has_forward(each) and read & without:
+                parts[id(each)] = each
     for module in modules:
         parts.pop(id(module), None)
     # Torch annotates the tables as dicts, and creates each as an OrderedDict.
@@ -57,22 +55,11 @@ def find_guards(
     return tuple(tables)
 
 
-def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
-    """Return the nearest modules with a forward around each container, by id."""
-    found: dict[int, nn.Module] = {}
-    # A walk of its own: a module is entered once for each reader above the module.
-    seen: set[tuple[int, int]] = set()
-    waiting = [(root, root)]
-    while waiting:
-        module, reader = waiting.pop()
-        if has_forward(module):
-            reader = module
-        elif id(module) in without:
-            found[id(reader)] = reader
-        if (id(module), id(reader)) not in seen:
-            seen.add((id(module), id(reader)))
-            waiting.extend((child, reader) for child in walk.children(module))
-    return found
+def _holders(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield ``part`` and the containers without a forward whose contents it reads."""
+    return walk.named(
+        part, enter=lambda each: each is part or not has_forward(each), every_path=True
+    )
 
 
 def refuse_part_calls(handle: FlatParamHandle) -> None:
@@ -106,13 +93,11 @@ def refuse_removals(handle: FlatParamHandle) -> None:
 
 def _refuse_removal(module: nn.Module) -> None:
     """Stand in for ``WeightNorm.remove``. Raises: PhaseError."""
-    refs = [ref for p in module.parameters(recurse=False) if (ref := find_param(p))]
-    part = f" of unit {refs[0].handle.name}" if refs else ""
     raise PhaseError(
-        f"A reparametrization of {type(module).__name__}{part} was to be removed "
-        "(remove_weight_norm, remove_spectral_norm, prune.remove), which would compute "
-        "with this rank's rows and change the parameters of the unit. Remove it before "
-        "fully_shard."
+        f"A reparametrization of a {type(module).__name__} in a fully sharded module "
+        "was to be removed (remove_weight_norm, remove_spectral_norm, prune.remove), "
+        "which would compute with this rank's rows and change the parameters. Remove "
+        "it before fully_shard."
     )
 
 
@@ -122,14 +107,9 @@ def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
     Raises: PhaseError, if a parameter of the part, or of a container without a forward
     in it, is cut, or is a full one whose gradient would not be averaged.
     """
-    holders = walk.named(
-        module,
-        enter=lambda each: each is module or not has_forward(each),
-        every_path=True,
-    )
     # The unit is found through the parameters and not through a closure, so that a
     # copied or pickled module may keep the hook.
-    for path, holder in holders:
+    for path, holder in _holders(module):
         for key, parameter in holder._parameters.items():
             found = find_param(parameter)
             if found is None or parameter is None:
