@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from composable_fsdp.entries.fully_shard import fully_shard as fully_shard
     from composable_fsdp.entries.replicate import replicate as replicate
     from composable_fsdp.errors import FSDPError as FSDPError
-    from composable_fsdp.features.audit.first_step import audit as audit
+    from composable_fsdp.features.audit import audit as audit
     from composable_fsdp.features.checkpoint import checkpoint as checkpoint
     from composable_fsdp.features.grad_scaler import (
         ShardedGradScaler as ShardedGradScaler,
@@ -123,7 +123,7 @@ _resolve, __all__ = _lazy.resolver(
         "entries.fully_shard": "fully_shard",
         "entries.replicate": "replicate",
         "errors": "FSDPError",
-        "features.audit.first_step": "audit",
+        "features.audit": "audit",
         "features.checkpoint": "checkpoint",
         "features.grad_scaler": "ShardedGradScaler",
         "features.init_weights": "init_weights",
