@@ -8,12 +8,8 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from torch import nn
-
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import ROOT_NAME, runs_of
-from composable_fsdp.planning.assign import PlanRequest
-from composable_fsdp.planning.planner import Target, plan_targets
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.storage.save_parts import save_bytes
 from composable_fsdp.tools.machine import MACHINES, Machine
@@ -217,17 +213,6 @@ class ShardingPlan:
 
     def __str__(self) -> str:
         return text_of(report_of(Forecast(self, OPTIMIZERS["none"])))
-
-
-def plan_modules(
-    modules: Sequence[nn.Module], request: PlanRequest
-) -> tuple[ShardingPlan, tuple[Target, ...]]:
-    """Return the plan of an application of ``fully_shard``, and its targets.
-
-    Raises: as ``plan_targets``.
-    """
-    targets = plan_targets(modules, request)
-    return ShardingPlan(tuple(t.plan for t in targets), request.world_size), targets
 
 
 def _padding_notes(unit: UnitPlan) -> list[str]:
