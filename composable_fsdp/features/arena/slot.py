@@ -30,7 +30,7 @@ from composable_fsdp.flat.residency import (
 )
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.unshard import release
-from composable_fsdp.tools.unit_costs import slot_bytes
+from composable_fsdp.tools.memory import slot_bytes
 from composable_fsdp.tree.state import RuntimeContext, root_of
 
 _POISON = 0xFF

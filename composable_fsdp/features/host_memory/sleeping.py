@@ -41,7 +41,7 @@ from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.recover import settle_tree
 from composable_fsdp.runtime.reduce import finish_reduction
-from composable_fsdp.tools.storages import parts_of
+from composable_fsdp.tools.activations import parts_of
 from composable_fsdp.tree.root import meet_over, outermost
 from composable_fsdp.tree.state import RuntimeContext, Summon
 from composable_fsdp.tree.traversal import require_module

@@ -32,7 +32,7 @@ from composable_fsdp.optim.step_checks import (
     handles_of,
     needs_whole_params,
 )
-from composable_fsdp.tools.unit_costs import slot_bytes
+from composable_fsdp.tools.memory import slot_bytes
 
 Group = dict[str, Any]
 _INSTALLED = "_composable_fsdp_host_states"
