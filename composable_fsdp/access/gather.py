@@ -6,7 +6,6 @@ For all values that have the layout of the parameters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from math import prod
 
 import torch
@@ -114,36 +113,3 @@ def gather_part(
         # An all-gather would need parts of equal sizes.
         collectives.broadcast(piece, group, rank=rank)
     return whole.view(shape)
-
-
-@torch.no_grad()
-def spread_flat_values(
-    handle: FlatParamHandle,
-    shards: Sequence[Tensor],
-    fulls: Sequence[Tensor],
-    *,
-    from_first: bool,
-) -> None:
-    """Copy this rank's slice of each full buffer into the shard, ``(shard_numel,)``.
-
-    Collective: none; with ``from_first`` per non-empty buffer a scatter over the shard
-        group and a broadcast over the replicate group.
-    """
-    groups = handle.groups
-    for shard, full in zip_longest(shards, fulls):
-        if not shard.numel():
-            continue
-        # The backend sends from the compute device; both may be in host memory.
-        here = shard.to(handle.layout.device)
-        if from_first and groups.shard is not None:
-            whole = None if full is None else full.to(handle.layout.device)
-            collectives.scatter_flat(here, whole, groups.shard)
-        elif full is not shard:
-            # Shards of all ranks have equal length: padding fills up the last shard.
-            start = groups.rank * shard.numel()
-            here.copy_(full[start : start + shard.numel()])
-        if from_first and groups.replicate is not None:
-            collectives.broadcast(here, groups.replicate)
-        # ``here`` is a copy on the compute device: write the result back to the host.
-        if here is not shard:
-            shard.copy_(here)

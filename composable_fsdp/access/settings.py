@@ -18,6 +18,7 @@ from composable_fsdp.comm.operations import record
 from composable_fsdp.comm.placements import name_of
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.build import set_divisions
+from composable_fsdp.planning import walk
 from composable_fsdp.runtime.unshard import record_gathers
 from composable_fsdp.tree.changed_settings import note_change
 from composable_fsdp.tree.root import outermost
@@ -364,6 +365,22 @@ def units_of(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]
     if not states:
         raise no_unit(module, name, recurse=recurse)
     return states
+
+
+def units_with_parts(module: nn.Module, what: str) -> list[_FSDPState]:
+    """Return the units that hold parts of ``module``. Raises: CompositionError."""
+    require_module(module, what)
+    inside = {id(each): each for each in walk.modules(module)}
+    found: dict[int, _FSDPState] = {}
+    for each in inside.values():
+        state = _get_module_fsdp_state(each)
+        if state is not None and not any(id(m) in inside for m in state.modules):
+            owners = state.handle.layout.owners
+            if id(state) not in found and any(id(m) in inside for m in owners):
+                found[id(state)] = state
+    if not found:
+        return units_of(module, what, recurse=True)
+    return [*found.values(), *_get_fsdp_states(module)]
 
 
 def set_reshard(state: _FSDPState, reshard_after_backward: bool) -> None:

@@ -16,6 +16,7 @@ the way back takes new ones, before a graph is captured.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
@@ -25,9 +26,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
-from composable_fsdp.access.block import block
 from composable_fsdp.access.settings import units_of
-from composable_fsdp.access.unsharded_unit import NO_STEPS
+from composable_fsdp.access.unshard_params import NO_STEPS
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import memory
@@ -170,7 +170,7 @@ def wake(model: nn.Module, optimizer: Optimizers = None) -> None:
         )
 
 
-@block
+@contextmanager
 def released(
     model: nn.Module, optimizer: Optimizers = None, *, keep: str = "gradients"
 ) -> Iterator[None]:
