@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     )
     from composable_fsdp.features.comm_hooks import replica_hook as replica_hook
     from composable_fsdp.features.flat_params import flat_parameters as flat_parameters
+    from composable_fsdp.features.host_memory.copies import (
+        offload_states as offload_states,
+    )
     from composable_fsdp.features.host_memory.sleeping import released as released
     from composable_fsdp.features.host_memory.sleeping import sleep as sleep
     from composable_fsdp.features.host_memory.sleeping import wake as wake
-    from composable_fsdp.features.host_memory.state_buffers import (
-        offload_states as offload_states,
-    )
     from composable_fsdp.features.nonfinite import NonFinite as NonFinite
     from composable_fsdp.features.nonfinite import find_nonfinite as find_nonfinite
     from composable_fsdp.features.owners import map_on_owners as map_on_owners
@@ -72,7 +72,7 @@ _resolve, __all__ = resolver(
         ),
         "features.flat_params": "flat_parameters",
         "features.host_memory.sleeping": "released sleep wake",
-        "features.host_memory.state_buffers": "offload_states",
+        "features.host_memory.copies": "offload_states",
         "features.nonfinite": "NonFinite find_nonfinite",
         "features.owners": "map_on_owners",
         "features.replicas": "load_replica_state_dict replica_state_dict",

@@ -92,7 +92,7 @@ moments.KEEPS_PRECISION.append(keep_full_precision)
 FIRST_STEPS.extend(
     (
         # The audit's hook after the step removes itself, and must be the last.
-        later("composable_fsdp.features.host_memory.state_buffers", "offload_planned"),
+        later("composable_fsdp.features.host_memory.copies", "offload_planned"),
         later("composable_fsdp.features.audit.first_step", "note_step"),
     )
 )
