@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         even_batches as even_batches,
     )
     from composable_fsdp.features.training.step_log import StepLog as StepLog
-    from composable_fsdp.features.unused.call_where import call_where as call_where
+    from composable_fsdp.features.unused_units import call_where as call_where
     from composable_fsdp.features.wires import Float8Wire as Float8Wire
     from composable_fsdp.features.wires import Int8Wire as Int8Wire
 
@@ -78,7 +78,7 @@ _resolve, __all__ = resolver(
         "features.replicas": "load_replica_state_dict replica_state_dict",
         "features.training.even_batches": "even_batches",
         "features.training.step_log": "StepLog",
-        "features.unused.call_where": "call_where",
+        "features.unused_units": "call_where",
         "features.wires": "Float8Wire Int8Wire",
     }
 )

@@ -86,7 +86,7 @@ class FullForm:
     """AccumulateGrad nodes of the trainable full leaves."""
     arena_slot: Any = None
     """Where the full leaves lie, if not in storages of their own: in a ``Slot`` of an
-    arena (``features.arena.slot``), which units use in turn."""
+    arena (``features.arena``), which units use in turn."""
     source: GatherSource | None = None
     """What an all-gather reads, if not the shards or this rank's slices."""
 
