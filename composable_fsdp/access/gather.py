@@ -49,6 +49,25 @@ def gather_flat_values(
     return fulls
 
 
+def shards_of(
+    handle: FlatParamHandle, found: Sequence[tuple[ParamRef, Tensor | None]]
+) -> list[Tensor]:
+    """Return per region ``(shard_numel,)`` with the values; empty without any."""
+    shards = []
+    for region in handle.layout.regions:
+        here = [(ref, value) for ref, value in found if ref.region is region]
+        given = [(ref, value) for ref, value in here if value is not None]
+        # The dtype of a state may differ from the dtype of the parameters.
+        dtype = given[0][1].dtype if given else region.layout.dtype
+        # ``gather_flat_values`` skips buffers without elements.
+        numel = region.layout.shard_numel if here else 0
+        shard = memory.new_buffer(numel, dtype, handle.layout.device).zero_()
+        for ref, value in given:
+            shard[ref.offset :][: value.numel()].copy_(value.reshape(-1))
+        shards.append(shard)
+    return shards
+
+
 @torch.no_grad()
 def gather_whole(
     handle: FlatParamHandle,

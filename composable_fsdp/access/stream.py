@@ -4,12 +4,9 @@
 
     bucket 0   gather | hand out tensor by tensor
     bucket 1                  gather              | hand out ...
-    bucket 2                                            gather
 
-A bucket holds regions as they lie, or single tensors of what is too large, and its
-tensors are views. The caller's loop holds the last tensor of a bucket until it gets the
-first one of the next, so the gather after that begins behind this first tensor: there
-are never more than two buckets.
+The caller's loop holds the last tensor of a bucket until it gets the first one of the
+next, so the gather after that begins behind this first tensor: two buckets at most.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.access.gather import gather_flat_values
+from composable_fsdp.access.gather import gather_flat_values, shards_of
 from composable_fsdp.access.other_parts import Route
 from composable_fsdp.access.settings import units_of, units_with_parts
 from composable_fsdp.comm import collectives
@@ -410,28 +410,25 @@ class _ShownUnit:
             if any rank has a gradient, an all-gather, or with ``rank0_only`` a gather
             per region.
         """
-        handle, device = self.handle, self.handle.layout.device
-        regions = handle.layout.regions
-        own = [leaf_gradients(region) for region in regions]
+        handle, regions = self.handle, self.handle.layout.regions
+        refs = [*param_refs(handle)]
+        own = [*chain(*map(leaf_gradients, regions))]
         # A rank without elements of a parameter has no gradient, but must send alike:
         # agree first which parameters have one.
-        has = self._flags([*chain(*own)])
+        has = self._flags(own)
         if handle.groups.shard is not None and has.numel():
             collectives.all_reduce(has, handle.groups.shard, maximum=True)
-        flags, shards, views = has.tolist(), list[Tensor](), list[Tensor]()
-        for region, gradients in zip(regions, own, strict=True):
-            begin = sum(len(each) for each in own[: len(shards)])
-            is_graded = any(flags[begin : begin + len(region.leaves)])
-            numel = region.layout.shard_numel if is_graded else 0
-            # A copy, because ``.grad`` of single parameters may be tensors of the user.
-            shard = memory.new_buffer(numel, region.layout.dtype, device).zero_()
-            shards.append(shard)
-            homes = shard_views(region.cuts, shard)[0] if numel else ()
-            for home, gradient in zip(homes, gradients, strict=False):
-                if gradient is not None:
-                    home.copy_(gradient)
+        flags = has.tolist()
+        found = [
+            (ref, None if gradient is None else gradient.to(ref.region.layout.dtype))
+            for ref, gradient, flag in zip(refs, own, flags, strict=True)
+            if flag
+        ]
+        # A copy, because ``.grad`` of single parameters may be tensors of the user.
+        shards = shards_of(handle, found)
         if not any(shard.numel() for shard in shards):
             return
+        views: list[Tensor] = []
         fulls = gather_flat_values(handle, shards, first_only=self.rank0_only)
         for region, full in zip(regions, fulls, strict=False):
             # As the full parameters with offload_to_cpu.
@@ -439,7 +436,7 @@ class _ShownUnit:
             views += (
                 full_views(region.layout, here)[0] if full.numel() else region.leaves
             )
-        pairs = zip(param_refs(handle), self.leaves, views, flags, strict=False)
+        pairs = zip(refs, self.leaves, views, flags, strict=False)
         for ref, leaf, view, flag in pairs:
             # A DTensor takes no plain tensor as ``.grad``.
             leaf.grad = ref.form.shown(view) if flag else None

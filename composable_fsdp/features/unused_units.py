@@ -1,22 +1,19 @@
 """Parameters and units that only some ranks use: all ranks send the same in backward.
 
-``CommonOrder``: the uses of units in a forward are the same on all ranks, so backward
-goes through them in reverse, and issues at each use, also a skipped one, what other
-ranks issue there. A unit is reduced when backward reaches a use from before its first
-forward began::
+``CommonOrder`` goes through the uses of a forward in reverse, and issues at each, also
+a skipped one, what other ranks issue there::
 
     forward     [ a ] [ b ] [ c ]            uses 0 1 2, of the root 3
     this rank   root, c, a                   the loss does not reach b
     sends       gather c | reduce c, gather b | reduce b, gather a | reduce a, root
 
-``call_where``: a unit that some ranks do not run at all::
+Units below ``call_where`` are full together, also on ranks that run nothing::
 
     forward     [agree] [gather a b c]   run a(b, c), or nothing         [reshard]
     backward    [gather a b c]   backward of a(b, c), or nothing   [reduce c b a]
 
 The engine runs nodes of the graph from the youngest to the oldest, so two nodes have
-the mirrored place on all ranks. Units are full in between: checkpoints may recompute.
-The logs of their order are off, because ranks that run nothing use nothing.
+the mirrored place on all ranks. The logs of their order are off.
 """
 
 from __future__ import annotations

@@ -1,21 +1,16 @@
 """Activations and states of optimizers in host memory, which come back for their use.
 
-Activations, of which at most two blocks are on the device::
+::
 
     compute  forward 0  forward 1  forward 2     backward 2  backward 1  backward 0
     lane                out 0      out 1  out 2  in 1        in 0
-
-What autograd saves in a block goes out on a stream of its own. It comes back one block
-ahead of its use, in the opposite order of the forwards. The blocks of the end have not
-left yet when their backward comes. States pass through two device buffers::
-
-    lane      in 0   in 1            out 0  in 2            out 1          out 2
     compute          step of 0  ->   step of 1       ->     step of 2
+    lane      in 0   in 1            out 0  in 2            out 1          out 2
 
-Seam: torch's hook before a step, which hands the step a twin of the optimizer: it
-shares all attributes but the groups. A loop over these goes region by region, and gives
-each group once per region, with the parameters of that region. What works element by
-element gives the same bits. All of it happens in the step, behind the hooks of others.
+At most two blocks of activations are on the device; states pass through two buffers.
+Seam: torch's hook before a step, which hands the step a twin of the optimizer. A loop
+over the groups of the twin gives each group once per region, with the parameters of
+that region: what works element by element gives the same bits.
 """
 
 from __future__ import annotations
@@ -58,12 +53,11 @@ _LIVE = 2
 
 
 class Lane:
-    """Copies in the order of their calls; on a CPU they are done when a call returns.
+    """Copies in the order of their calls; on a CPU done when a call returns."""
 
-    Memory belongs to compute, which allocates and frees it: a copy comes behind what
-    compute was given so far, and compute waits for the event of the last copy before it
-    frees the memory. So nothing needs ``record_stream``.
-    """
+    # Memory belongs to compute, which allocates and frees it: a copy comes behind what
+    # compute was given so far, and compute waits for the event of the last copy before
+    # it frees the memory. So nothing needs ``record_stream``.
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

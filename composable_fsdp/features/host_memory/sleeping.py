@@ -1,16 +1,10 @@
 """Models that sleep: what they hold leaves the device and comes back.
 
-What has memory is a storage: the shard of a region, a flat gradient, a state, a buffer.
-Each is copied as bytes, and resized to 0. Tensors and storages stay the same objects,
-so leaves, views, optimizers and hooks hold after the way back, whatever they are of.
-Meanwhile a kernel over such a tensor would crash: the tensors that a user can reach
-show empty data. Seam: ``RuntimeContext.summoned``, by which calls are refused.
-
-The bytes come back at other addresses, because memory that is free belongs to everybody
-in the meantime. What is captured in a CUDA graph cannot follow: ``memory.moves`` tells
-a ``capture`` to record its graphs again. The slots of an arena, whose address is fixed
-from then on, hold nothing between steps: they are left, and the first all-gather after
-the way back takes new ones, before a graph is captured.
+Each storage is copied as bytes and resized to 0, so that tensors, leaves, views and
+optimizers stay the same objects; those that a user can reach show empty data, because a
+kernel over the others would crash. The bytes come back at other addresses, so
+``memory.moves`` tells a ``capture`` to record its graphs again.
+Seam: ``RuntimeContext.summoned``, by which calls are refused.
 """
 
 from __future__ import annotations
