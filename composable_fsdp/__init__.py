@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from composable_fsdp import tools as tools
     from composable_fsdp import wrap as wrap
     from composable_fsdp.access.grads import clip_grad_norm_ as clip_grad_norm_
+    from composable_fsdp.access.grads import grad_norm as grad_norm
     from composable_fsdp.access.grads import no_sync as no_sync
+    from composable_fsdp.access.grads import param_norm as param_norm
     from composable_fsdp.access.manual import is_sharded as is_sharded
     from composable_fsdp.access.manual import (
         register_forward_method as register_forward_method,
     )
     from composable_fsdp.access.manual import reshard as reshard
     from composable_fsdp.access.manual import unshard as unshard
-    from composable_fsdp.access.norms import grad_norm as grad_norm
-    from composable_fsdp.access.norms import param_norm as param_norm
     from composable_fsdp.access.single import get_full_grad as get_full_grad
     from composable_fsdp.access.single import get_full_param as get_full_param
     from composable_fsdp.access.single import set_full_grad as set_full_grad

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     )
     from composable_fsdp.features.comm_hooks import replica_hook as replica_hook
     from composable_fsdp.features.flat_params import flat_parameters as flat_parameters
+    from composable_fsdp.features.host_memory.copies import (
+        offload_states as offload_states,
+    )
     from composable_fsdp.features.host_memory.sleeping import released as released
     from composable_fsdp.features.host_memory.sleeping import sleep as sleep
     from composable_fsdp.features.host_memory.sleeping import wake as wake
-    from composable_fsdp.features.host_memory.state_buffers import (
-        offload_states as offload_states,
-    )
     from composable_fsdp.features.nonfinite import NonFinite as NonFinite
     from composable_fsdp.features.nonfinite import find_nonfinite as find_nonfinite
     from composable_fsdp.features.owners import map_on_owners as map_on_owners
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         even_batches as even_batches,
     )
     from composable_fsdp.features.training.step_log import StepLog as StepLog
-    from composable_fsdp.features.unused.call_where import call_where as call_where
+    from composable_fsdp.features.unused_units import call_where as call_where
     from composable_fsdp.features.wires import Float8Wire as Float8Wire
     from composable_fsdp.features.wires import Int8Wire as Int8Wire
 

@@ -57,9 +57,7 @@ moments.MODULES_SHARDED.extend(
         tell_untested,
     )
 )
-moments.TREE_INITIALIZED.append(
-    later("composable_fsdp.features.arena.slot", "give_slots")
-)
+moments.TREE_INITIALIZED.append(later("composable_fsdp.features.arena", "give_slots"))
 moments.MODELS_MEET.append(
     later("composable_fsdp.features.guard.same_models", "compare_models")
 )
@@ -85,14 +83,14 @@ moments.reduce_by_hook = later("composable_fsdp.features.comm_hooks", "reduce_by
 moments.ORDERS.update(
     {
         False: GradientOrder,
-        True: later("composable_fsdp.features.unused.common_order", "CommonOrder"),
+        True: later("composable_fsdp.features.unused_units", "CommonOrder"),
     }
 )
 moments.KEEPS_PRECISION.append(keep_full_precision)
 FIRST_STEPS.extend(
     (
         # The audit's hook after the step removes itself, and must be the last.
-        later("composable_fsdp.features.host_memory.state_buffers", "offload_planned"),
+        later("composable_fsdp.features.host_memory.copies", "offload_planned"),
         later("composable_fsdp.features.audit", "note_step"),
     )
 )

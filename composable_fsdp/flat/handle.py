@@ -82,8 +82,8 @@ class FullForm:
     accumulators: tuple[Any, ...] = ()
     """AccumulateGrad nodes of the trainable full leaves, which hold them weakly."""
     arena_slot: Any = None
-    """Where the full leaves lie, if not in storages of their own: a ``Slot`` of
-    ``features.arena``."""
+    """Where the full leaves lie, if not in storages of their own: in a ``Slot`` of an
+    arena (``features.arena``), which units use in turn."""
     source: GatherSource | None = None
     """What an all-gather reads, if not the shards or this rank's slices."""
 

@@ -81,7 +81,7 @@ class ReduceRule:
     Default: True."""
     fill: bool = False
     """Whether every trainable parameter takes part in every reduction, with zeros
-    if a rank has no gradient (``features.unused.common_order``). Default: False."""
+    if a rank has no gradient (``features.unused_units``). Default: False."""
     hook: Callable[..., object] | None = None
     """Communication hook of the user, which replaces the collectives. Default:
     None."""

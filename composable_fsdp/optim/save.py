@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
-from composable_fsdp.access.gather import gather_whole
+from composable_fsdp.access.gather import gather_whole, shards_of
 from composable_fsdp.access.other_parts import require_all_data
 from composable_fsdp.comm.meeting import raise_on_all_ranks
 from composable_fsdp.config import (
@@ -20,8 +20,6 @@ from composable_fsdp.config import (
     StateDictType,
 )
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat import memory
-from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import takes_optimizer
 from composable_fsdp.optim.flat_state import (
@@ -218,7 +216,7 @@ def _gather(
         # The shards have no name here, so that they are free before the next are made.
         wholes = gather_whole(
             handle,
-            _shards_of(handle, found),
+            shards_of(handle, [(ref, value) for _, ref, value in found]),
             [ref for _, ref, _ in found],
             first_only=first_only,
             to_cpu=to_cpu,
@@ -226,24 +224,6 @@ def _gather(
         # With ``first_only`` the other ranks have sent their shards and need no result.
         for (fqn, *_), whole in zip(found, wholes if result else (), strict=False):
             result[fqn][name] = whole
-
-
-def _shards_of(
-    handle: FlatParamHandle, found: list[tuple[str, ParamRef, Tensor]]
-) -> list[Tensor]:
-    """Return per region ``(shard_numel,)`` with the values; empty without any."""
-    shards = []
-    for region in handle.layout.regions:
-        here = [(ref, value) for _, ref, value in found if ref.region is region]
-        # The dtype of the state may differ from the dtype of the parameters.
-        dtype = here[0][1].dtype if here else region.layout.dtype
-        # ``gather_flat_values`` skips buffers without elements.
-        numel = region.layout.shard_numel if here else 0
-        shard = memory.new_buffer(numel, dtype, handle.layout.device).zero_()
-        for ref, value in here:
-            shard[ref.offset :][: value.numel()].copy_(value.reshape(-1))
-        shards.append(shard)
-    return shards
 
 
 wants_parts: ContextVar[bool] = ContextVar("wants_parts", default=False)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composable_fsdp.access.unsharded_unit import NO_STEPS
+from composable_fsdp.access.unshard_params import NO_STEPS
 from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.errors import CompositionError, PhaseError, warn
 from composable_fsdp.flat.flat_parameter import (
