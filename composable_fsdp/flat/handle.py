@@ -94,8 +94,7 @@ class BackwardProgress:
 
     task: int
     pending: int = 0
-    """Full leaves whose gradient is still to come in ``task``. Negative if a gradient
-    arrived without a pre-backward: only the end of the graph task reduces then."""
+    """Full leaves whose hook has not run in ``task``, also of those it will not run."""
     retained: bool = False
     """Whether the backward builds a graph, so that the unit stays full."""
     open_calls: int = 0

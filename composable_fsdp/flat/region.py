@@ -200,8 +200,8 @@ class ReduceBuffer:
     """Per parameter: autograd's gradient, until the copy into ``buffer``."""
     # ``Any``: the class is in ``flat.handle``.
     progress: Any = None
-    """The ``BackwardProgress`` of the graph task whose gradients are as usual: each was
-    announced, is a plain tensor, and will be reduced; else None."""
+    """The ``BackwardProgress`` of a graph task of which each gradient was announced and
+    is a plain tensor; else None."""
     owner: Callable[[], Any] = no_owner
     """Weak reference to the unit's state, for the hooks of the full leaves."""
     division: Division = NO_DIVISION
