@@ -6,7 +6,7 @@ import math
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.access.block import block
 from composable_fsdp.access.other_parts import Route, require_one_world
 from composable_fsdp.access.settings import set_reshard, units_of
 from composable_fsdp.access.unshard_params import require_awake
@@ -38,7 +39,7 @@ _named_modules = nn.Module.named_modules
 _named_parameters = nn.Module.named_parameters
 
 
-@contextmanager
+@block
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Accumulate gradients locally, without communication, while the block runs.
 
@@ -264,12 +265,11 @@ def norm_of(
 
 
 def _number(call: str, name: str, given: Any) -> float:
-    """Return an argument as torch's function reads it. Raises: TypeError."""
-    try:
-        return float(given)
-    except (TypeError, ValueError):
-        text = f"{call} expects a number for {name}, got {given!r}."
-        raise TypeError(text) from None
+    """Return an argument as a number. Raises: TypeError, for a text but ``"inf"``."""
+    if not isinstance(given, str) or given == "inf":
+        with suppress(TypeError):
+            return float(given)
+    raise TypeError(f"{call} expects a number for {name}, got {given!r}.")
 
 
 _WAY_OUT = (

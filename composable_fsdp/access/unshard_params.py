@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.access.block import block
 from composable_fsdp.access.gather import gather_flat_values, shards_of
 from composable_fsdp.access.other_parts import Route
 from composable_fsdp.access.settings import units_of, units_with_parts
@@ -63,7 +64,7 @@ def require_awake(handles: Iterable[FlatParamHandle], call: str) -> None:
             raise PhaseError(f"{call} was called {why.format(handle.name)}")
 
 
-@contextmanager
+@block
 def unshard_params(
     module: nn.Module,
     *,

@@ -32,7 +32,9 @@ WARM_UP = 3
 """Eager steps before a capture, as many as torch's own ``make_graphed_callables``."""
 
 
-def capture(step: Callable[P, T], *, max_graphs: int = 8) -> CapturedStep[P, T]:
+def capture(
+    step: Callable[P, T], *example_inputs: object, max_graphs: int = 8
+) -> CapturedStep[P, T]:
     """Return a callable that runs ``step`` as a CUDA graph, without host time.
 
     The first three calls train eagerly. The next one captures everything that ``step``
@@ -51,6 +53,8 @@ def capture(step: Callable[P, T], *, max_graphs: int = 8) -> CapturedStep[P, T]:
         step: A function of tensors (in tuples, lists and dicts, too) and of hashable
             values. It ends with the gradients dropped (``zero_grad()``). The tensors
             that it returns are copied out of the graph's memory.
+        example_inputs: Arguments of a call, if there are any yet. They give the inputs
+            of the first graph their memory; no step runs with their values.
         max_graphs: The most graphs that are kept. Calls that would need one more are
             eager.
 
@@ -70,14 +74,17 @@ def capture(step: Callable[P, T], *, max_graphs: int = 8) -> CapturedStep[P, T]:
         >>> train_step = capture(step)
         >>> losses = [float(train_step(x)) for x in loader]
     """
-    return CapturedStep(step, max_graphs)
+    captured = CapturedStep(step, max_graphs)
+    if example_inputs:
+        captured.prepare(*example_inputs)
+    return captured
 
 
 @dataclass
 class _Graph:
     """One graph with the tensors that it reads and the value that it returns."""
 
-    inputs: list[Tensor] = field(default_factory=list)
+    inputs: list[Tensor]
     settings: Hashable = None
     moves: int = 0
     """``memory.moves`` at the capture."""
@@ -99,6 +106,12 @@ class CapturedStep(Generic[P, T]):
     _optimizers: dict[int, Optimizer] = field(default_factory=dict, repr=False)
     _warm: int = 0
     _pool: Any = None
+
+    def prepare(self, *args: object) -> None:
+        """Make the memory of the inputs of a graph for calls like ``args``."""
+        key, tensors = _key(args, {})
+        if _on_gpu(tensors):
+            self._graphs[key] = _Graph([torch.empty_like(t) for t in tensors])
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Take one step; see ``capture``."""
@@ -122,20 +135,13 @@ class CapturedStep(Generic[P, T]):
                 return copied
         elif graph is None and self.reason is None:
             # Memory for the inputs comes with the capture: not all shapes come again.
-            self._graphs[key] = _Graph()
+            self._graphs[key] = _Graph([])
             if len(self._graphs) > _MOST_KEYS:
                 old = (k for k, each in self._graphs.items() if each.replay is None)
                 del self._graphs[next(old)]
         if self.reason is not None:
             return self.step(*args, **kwargs)
-        # An eager step on a side stream, which notes the optimizers that step.
-        self._warm += 1
-        hook = register_optimizer_step_pre_hook(self._note)
-        try:
-            with _side_stream():
-                return self.step(*args, **kwargs)
-        finally:
-            hook.remove()
+        return self._warm_up(args, kwargs)
 
     def _is_ready(self, graph: _Graph) -> bool:
         """Return whether the call can be a replay, now or after a capture."""
@@ -166,6 +172,16 @@ class CapturedStep(Generic[P, T]):
                 "shapes, and give the optimizer its learning rate as a tensor"
             )
         return self.reason is None and self._warm >= WARM_UP
+
+    def _warm_up(self, args: Any, kwargs: Any) -> T:
+        """Take an eager step on a side stream, and note the optimizers that step."""
+        self._warm += 1
+        hook = register_optimizer_step_pre_hook(self._note)
+        try:
+            with _side_stream():
+                return self.step(*args, **kwargs)
+        finally:
+            hook.remove()
 
     def _note(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Hook of optimizer steps: remember the optimizer."""

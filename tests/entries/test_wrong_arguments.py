@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -95,6 +96,14 @@ def another_shape_assigned(m: Any, path: Path) -> None:
     model(torch.ones(1, 8))
 
 
+def block_without_with(m: Any, path: Path) -> None:
+    """Raise the warning that Python prints when the block is collected."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        cf.unshard_params(cf.fully_shard(tiny_mlp()))
+    raise told[0].message  # type: ignore[misc]  # a Warning
+
+
 def tensor_parallel_mesh(m: Any, path: Path) -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     cf.fully_shard(m, device_mesh=mesh["tp"])
@@ -161,6 +170,9 @@ REFUSED: dict[str, Wrong] = {
     r"clip_grad_norm_ expects a module or parameters, got a NoneType\.": (
         lambda m, p: api.clip_grad_norm_(None, 1.0)
     ),
+    r"clip_grad_norm_ expects a number for max_norm, got '1'": (
+        lambda m, p: api.clip_grad_norm_(sharded(), "1")
+    ),
     r"looks at the gradients of parameters.*torch\.isfinite\(tensor\)": (
         lambda m, p: api.features.find_nonfinite(sharded()(torch.ones(2, 8)).sum())
     ),
@@ -184,6 +196,7 @@ REFUSED: dict[str, Wrong] = {
         lambda m, p: api.unshard(nn.Sequential(sharded()))
     ),
     r"got 1-D, dims named 'tp'.*must not be passed": tensor_parallel_mesh,
+    r"unshard_params\(\.\.\.\) without `with` did nothing": block_without_with,
     r"^TypeError: .*unexpected keyword argument 'write_back'": (
         lambda m, p: api.unshard_params(m, write_back=True)
     ),

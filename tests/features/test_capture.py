@@ -87,7 +87,7 @@ def test_each_call_is_one_step_and_shapes_have_graphs_of_their_own(
 ) -> None:
     """Three eager steps, then replays; one eager step for a new shape."""
     ours = Trainee()
-    run = capture(ours.step)
+    run = capture(ours.step, *inputs(1))
 
     # A replay moves no version and runs no hook, so that each counts as a step.
     with mock.patch.object(captured_step, "after_step") as counted:
@@ -153,7 +153,7 @@ def test_what_no_graph_can_do_is_eager(
 def test_on_the_cpu_a_call_is_a_call(one_rank: World) -> None:
     """No stand-ins: nothing is captured, and other values are keys."""
     ours = Trainee()
-    run = capture(ours.step)
+    run = capture(ours.step, *inputs(1))
 
     assert_as_eager(run, ours, inputs(6))
     assert run.captures == 0

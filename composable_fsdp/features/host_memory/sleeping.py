@@ -10,7 +10,6 @@ Seam: ``RuntimeContext.summoned``, by which calls are refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
+from composable_fsdp.access.block import block
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.access.unshard_params import NO_STEPS
 from composable_fsdp.comm.meeting import Call
@@ -137,7 +137,7 @@ def wake(model: nn.Module, optimizer: Optimizers = None) -> None:
         )
 
 
-@contextmanager
+@block
 def released(
     model: nn.Module, optimizer: Optimizers = None, *, keep: str = "gradients"
 ) -> Iterator[None]:
