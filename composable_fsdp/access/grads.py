@@ -81,19 +81,15 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``.
 
-    Use this function instead of ``torch.nn.utils.clip_grad_norm_``, which sees only
-    this rank's shards and so scales by a different factor on each rank. The norm equals
-    the norm of the unsharded model.
+    The norm is that of the unsharded model. ``torch.nn.utils.clip_grad_norm_`` sees
+    this rank's shards alone, and scales by a different factor on each rank.
 
     Args:
-        module_or_params: A module, or parameters: sharded parameters (this rank's
-            shards) and plain parameters (equal on all ranks) in any mixture. Frozen
-            parameters count if they have a gradient.
+        module_or_params: A module, or sharded parameters and plain ones (equal on all
+            ranks) in any mixture. Frozen ones count if they have a gradient.
         max_norm: The largest norm allowed, at least 0.
-        norm_type: The order of the norm, above 0; ``inf`` for the maximum norm. Default
-            2.0.
-        error_if_nonfinite: Raise if the norm is NaN or inf; this check waits for the
-            GPU. Default False.
+        norm_type: The order of the norm, above 0; ``inf`` for the maximum norm.
+        error_if_nonfinite: Raise if the norm is NaN or inf, after a wait for the GPU.
         foreach: Torch's argument; multi-tensor operators scale in any case.
 
     Returns: the norm before clipping, a 0-d tensor on the compute device, equal on all
@@ -101,16 +97,14 @@ def clip_grad_norm_(
     Collective: per shard group among the parameters an all-reduce of one float64 (two
         for the ``inf`` norm, and on the CPU two more, which compare ``max_norm``); for
         parameters that tensor parallelism cuts, another over its ranks. All ranks must
-        pass the same parameters. If ``error_if_nonfinite`` raises, also an all-gather
-        of objects, for the message.
-    Raises: DesyncError, if another rank does not make this call, before anything is
-        sent, or, on the CPU, passes another ``max_norm``; CompositionError, for units
-        whose gradients are over the data of different ranks; ValueError, unless
-        ``norm_type`` > 0 and ``max_norm`` >= 0; TypeError, for an argument that is no
-        parameter; RuntimeError for ``error_if_nonfinite``, before any gradient is
-        scaled: on all ranks alike, since a reduction spreads a NaN or inf. A NaN that
-        is written after it into the gradients of one replica (HYBRID_SHARD) is known to
-        that replica alone.
+        pass the same parameters. An error of ``error_if_nonfinite`` is told by an
+        all-gather of objects.
+    Raises: DesyncError, if another rank does not make this call, or, on the CPU, passes
+        another ``max_norm``; CompositionError, for units whose gradients are over the
+        data of different ranks; ValueError, unless ``norm_type`` > 0 and ``max_norm``
+        >= 0; TypeError, for an argument that is no parameter; RuntimeError for
+        ``error_if_nonfinite``, on all ranks alike, but a NaN that is written into the
+        gradients of one replica is known there alone. Nothing is scaled then.
 
     >>> model(x).sum().backward()
     >>> norm = clip_grad_norm_(model, max_norm=1.0)
@@ -149,13 +143,9 @@ def grad_norm(
 ) -> Tensor:
     """Return the norm of all gradients, that of the unsharded model; change nothing.
 
-    Args:
-        module_or_params: As for ``clip_grad_norm_``.
-        norm_type: The order of the norm, above 0. Default 2.0.
+    Without gradients it is 0.
 
-    Returns: the norm, a 0-d tensor on the compute device, equal on all ranks; 0 without
-        gradients.
-    Collective: as ``clip_grad_norm_``. Raises: as ``clip_grad_norm_``.
+    Args, Returns, Collective, Raises: as ``clip_grad_norm_``.
 
     >>> norm = grad_norm(model).item()
     """
@@ -166,14 +156,9 @@ def grad_norm(
 def param_norm(
     module_or_params: nn.Module | Iterable[Tensor] | Tensor, norm_type: float = 2.0
 ) -> Tensor:
-    """Return the norm of all parameters, that of the unsharded model.
+    """Return the norm of all parameters, that of the unsharded model, without a gather.
 
-    Args:
-        module_or_params: As for ``clip_grad_norm_``.
-        norm_type: The order of the norm, above 0. Default 2.0.
-
-    Returns: the norm, as ``grad_norm`` does; no parameter is gathered.
-    Collective: as ``clip_grad_norm_``. Raises: as ``clip_grad_norm_``.
+    Args, Returns, Collective, Raises: as ``clip_grad_norm_``.
 
     >>> norm = param_norm(model).item()
     """
@@ -424,11 +409,9 @@ def _parameters_in(module: nn.Module) -> list[Tensor]:
 def units_and_others(
     chosen: dict[int, Tensor],
 ) -> tuple[list[FlatParamHandle], list[Tensor]]:
-    """Return the units that hold chosen parameters, and the other parameters.
-
-    In ``chosen``, sharded parameters take the places of full ones that modules show,
-    unless the latter have gradients (``with_grads=True``).
-    """
+    """Return the units that hold chosen parameters, and the other parameters."""
+    # In ``chosen``, sharded parameters take the places of full ones that modules show,
+    # unless the latter have gradients (``with_grads=True``).
     # Without a Python loop per parameter, if units hold all of them.
     links = dict.fromkeys(map(LEAVES.get, chosen))
     others: list[Tensor] = []
