@@ -319,6 +319,8 @@ class _ShownUnit:
         places = dict(zip(map(id, handle.leaves), pairs, strict=False))
         for at, (parameters, name, sharded, _) in enumerate(handle.swaps):
             if id(sharded) not in places:
+                # Of ``rank0_only`` elsewhere, where rank 0's values will be.
+                parameters[name] = sharded
                 continue
             expected, home = places[id(sharded)]
             shown = parameters.get(name)

@@ -11,9 +11,29 @@ if TYPE_CHECKING:
     from composable_fsdp.comm.wire_format import WireFormat as WireFormat
     from composable_fsdp.comm.wire_format import WireLayout as WireLayout
     from composable_fsdp.config import Arena as Arena
-    from composable_fsdp.features import comm_hooks
     from composable_fsdp.features.captured_step import CapturedStep as CapturedStep
     from composable_fsdp.features.captured_step import capture as capture
+    from composable_fsdp.features.comm_hooks import DefaultState as DefaultState
+    from composable_fsdp.features.comm_hooks import (
+        LowPrecisionState as LowPrecisionState,
+    )
+    from composable_fsdp.features.comm_hooks import ReplicaState as ReplicaState
+    from composable_fsdp.features.comm_hooks import (
+        allreduce_hook as allreduce_hook,
+    )
+    from composable_fsdp.features.comm_hooks import (
+        bf16_compress_hook as bf16_compress_hook,
+    )
+    from composable_fsdp.features.comm_hooks import (
+        fp16_compress_hook as fp16_compress_hook,
+    )
+    from composable_fsdp.features.comm_hooks import (
+        int8_all_to_all_hook as int8_all_to_all_hook,
+    )
+    from composable_fsdp.features.comm_hooks import (
+        reduce_scatter_hook as reduce_scatter_hook,
+    )
+    from composable_fsdp.features.comm_hooks import replica_hook as replica_hook
     from composable_fsdp.features.flat_params import flat_parameters as flat_parameters
     from composable_fsdp.features.host_memory.copies import (
         offload_states as offload_states,
@@ -37,17 +57,6 @@ if TYPE_CHECKING:
     from composable_fsdp.features.unused_units import call_where as call_where
     from composable_fsdp.features.wires import Float8Wire as Float8Wire
     from composable_fsdp.features.wires import Int8Wire as Int8Wire
-
-    DefaultState = comm_hooks.DefaultState
-    LowPrecisionState = comm_hooks.LowPrecisionState
-    ReplicaState = comm_hooks.ReplicaState
-    allreduce_hook = comm_hooks.allreduce_hook
-    bf16_compress_hook = comm_hooks.bf16_compress_hook
-    fp16_compress_hook = comm_hooks.fp16_compress_hook
-    int8_all_to_all_hook = comm_hooks.int8_all_to_all_hook
-    reduce_scatter_hook = comm_hooks.reduce_scatter_hook
-    replica_hook = comm_hooks.replica_hook
-
 
 _resolve, __all__ = resolver(
     {
