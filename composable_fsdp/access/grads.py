@@ -33,10 +33,6 @@ from composable_fsdp.flat.param_ref import ParamRef, in_model_order, originals_b
 from composable_fsdp.flat.region import FlatParameter, grad_of
 from composable_fsdp.planning import walk
 from composable_fsdp.tree.moments import NAME_NONFINITE
-from composable_fsdp.tree.traversal import inside_wrappers
-
-_named_modules = nn.Module.named_modules
-_named_parameters = nn.Module.named_parameters
 
 
 @block
@@ -82,19 +78,15 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``.
 
-    Use this function instead of ``torch.nn.utils.clip_grad_norm_``, which sees only
-    this rank's shards and so scales by a different factor on each rank. The norm equals
-    the norm of the unsharded model.
+    The norm is that of the unsharded model. ``torch.nn.utils.clip_grad_norm_`` sees
+    this rank's shards alone, and scales by a different factor on each rank.
 
     Args:
-        module_or_params: A module, or parameters: sharded parameters (this rank's
-            shards) and plain parameters (equal on all ranks) in any mixture. Frozen
-            parameters count if they have a gradient.
+        module_or_params: A module, or sharded parameters and plain ones (equal on all
+            ranks) in any mixture. Frozen ones count if they have a gradient.
         max_norm: The largest norm allowed, at least 0.
-        norm_type: The order of the norm, above 0; ``inf`` for the maximum norm. Default
-            2.0.
-        error_if_nonfinite: Raise if the norm is NaN or inf; this check waits for the
-            GPU. Default False.
+        norm_type: The order of the norm, above 0; ``inf`` for the maximum norm.
+        error_if_nonfinite: Raise if the norm is NaN or inf, after a wait for the GPU.
         foreach: Torch's argument; multi-tensor operators scale in any case.
 
     Returns: the norm before clipping, a 0-d tensor on the compute device, equal on all
@@ -102,16 +94,14 @@ def clip_grad_norm_(
     Collective: per shard group among the parameters an all-reduce of one float64 (two
         for the ``inf`` norm, and on the CPU two more, which compare ``max_norm``); for
         parameters that tensor parallelism cuts, another over its ranks. All ranks must
-        pass the same parameters. If ``error_if_nonfinite`` raises, also an all-gather
-        of objects, for the message.
-    Raises: DesyncError, if another rank does not make this call, before anything is
-        sent, or, on the CPU, passes another ``max_norm``; CompositionError, for units
-        whose gradients are over the data of different ranks; ValueError, unless
-        ``norm_type`` > 0 and ``max_norm`` >= 0; TypeError, for an argument that is no
-        parameter; RuntimeError for ``error_if_nonfinite``, before any gradient is
-        scaled: on all ranks alike, since a reduction spreads a NaN or inf. A NaN that
-        is written after it into the gradients of one replica (HYBRID_SHARD) is known to
-        that replica alone.
+        pass the same parameters. An error of ``error_if_nonfinite`` is told by an
+        all-gather of objects.
+    Raises: DesyncError, if another rank does not make this call, or, on the CPU, passes
+        another ``max_norm``; CompositionError, for units whose gradients are over the
+        data of different ranks; ValueError, unless ``norm_type`` > 0 and ``max_norm``
+        >= 0; TypeError, for an argument that is no parameter; RuntimeError for
+        ``error_if_nonfinite``, on all ranks alike, but a NaN that is written into the
+        gradients of one replica is known there alone. Nothing is scaled then.
 
     >>> model(x).sum().backward()
     >>> norm = clip_grad_norm_(model, max_norm=1.0)
@@ -150,13 +140,9 @@ def grad_norm(
 ) -> Tensor:
     """Return the norm of all gradients, that of the unsharded model; change nothing.
 
-    Args:
-        module_or_params: As for ``clip_grad_norm_``.
-        norm_type: The order of the norm, above 0. Default 2.0.
+    Without gradients it is 0.
 
-    Returns: the norm, a 0-d tensor on the compute device, equal on all ranks; 0 without
-        gradients.
-    Collective: as ``clip_grad_norm_``. Raises: as ``clip_grad_norm_``.
+    Args, Returns, Collective, Raises: as ``clip_grad_norm_``.
 
     >>> norm = grad_norm(model).item()
     """
@@ -167,14 +153,9 @@ def grad_norm(
 def param_norm(
     module_or_params: nn.Module | Iterable[Tensor] | Tensor, norm_type: float = 2.0
 ) -> Tensor:
-    """Return the norm of all parameters, that of the unsharded model.
+    """Return the norm of all parameters, that of the unsharded model, without a gather.
 
-    Args:
-        module_or_params: As for ``clip_grad_norm_``.
-        norm_type: The order of the norm, above 0. Default 2.0.
-
-    Returns: the norm, as ``grad_norm`` does; no parameter is gathered.
-    Collective: as ``clip_grad_norm_``. Raises: as ``clip_grad_norm_``.
+    Args, Returns, Collective, Raises: as ``clip_grad_norm_``.
 
     >>> norm = param_norm(model).item()
     """
@@ -389,13 +370,15 @@ def parameters_given(
     given: nn.Module | Iterable[Tensor] | Tensor, what: str
 ) -> dict[int, Tensor]:
     """Return the parameters of an argument of ``what``, by id. Raises: TypeError."""
+    parameters: list[Any]
     if isinstance(given, nn.Module):
-        # Those of a module need no look, which clipping would pay in every step.
-        parameters = _parameters_in(given)
+        # Not ``given.parameters()``: it builds names, half of the time of clipping.
+        tables = [each._parameters.values() for each in walk.modules(given)]
+        parameters = [each for each in chain(*tables) if each is not None]
     else:
         # A tensor is iterable, too.
         several = isinstance(given, Iterable) and not isinstance(given, Tensor)
-        parameters = list(given) if several else [given]  # type: ignore[list-item]
+        parameters = list(given) if several else [given]
         for parameter in parameters:
             if not isinstance(parameter, Tensor):
                 raise TypeError(
@@ -406,29 +389,12 @@ def parameters_given(
     return dict(zip(map(id, parameters), parameters, strict=True))
 
 
-def _parameters_in(module: nn.Module) -> list[Tensor]:
-    """Return ``list(module.parameters())``; usually at a fifth of the cost."""
-    top = inside_wrappers(module)
-    # ``nn.Module.parameters`` builds names, half of the time of clipping.
-    found: list[Tensor | None] = []
-    for each in walk.modules(top):
-        # A class that overrides either may return other parameters.
-        if type(each).named_modules is not _named_modules:
-            return list(module.parameters())
-        found += each._parameters.values()
-    if type(top).named_parameters is not _named_parameters:
-        return list(module.parameters())
-    return [parameter for parameter in found if parameter is not None]
-
-
 def units_and_others(
     chosen: dict[int, Tensor],
 ) -> tuple[list[FlatParamHandle], list[Tensor]]:
-    """Return the units that hold chosen parameters, and the other parameters.
-
-    In ``chosen``, sharded parameters take the places of full ones that modules show,
-    unless the latter have gradients (``with_grads=True``).
-    """
+    """Return the units that hold chosen parameters, and the other parameters."""
+    # In ``chosen``, sharded parameters take the places of full ones that modules show,
+    # unless the latter have gradients (``with_grads=True``).
     # Without a Python loop per parameter, if units hold all of them.
     links = dict.fromkeys(map(LEAVES.get, chosen))
     others: list[Tensor] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -23,7 +22,6 @@ from composable_fsdp.runtime.forward import call_method
 from composable_fsdp.runtime.graph_task import current_task, require_no_other_backward
 from composable_fsdp.runtime.recover import is_live, recover
 from composable_fsdp.tree import moments
-from composable_fsdp.tree import root as roots
 from composable_fsdp.tree.root import compare_models, ensure_root, meet_over
 from composable_fsdp.tree.state import (
     RuntimeContext,
@@ -70,14 +68,11 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
 
     Writes to full parameters, and attributes set on them (``requires_grad``), are lost;
     see ``unshard_params``. A full parameter that is kept shows this rank's rows after
-    the reshard; one that a forward has read does so after the next optimizer step, and
-    keeps the unit's full memory until then.
-
-    If the shards change meanwhile by anything but ``load_state_dict`` or
-    ``set_full_param``, for example by an optimizer step, the next forward raises; a
-    write in place through ``.data`` is not detected. Do not construct an optimizer
-    while the unit is unsharded: ``module.parameters()`` are then the full parameters,
-    which are not trained, and the first step raises.
+    the reshard; one that a forward has read after the next optimizer step, and keeps
+    the unit's full memory until then. If the shards change meanwhile by anything but
+    ``load_state_dict`` or ``set_full_param``, as an optimizer step, the next forward
+    raises; a write through ``.data`` is not detected. An optimizer that is made of the
+    full parameters raises at its first step.
 
     With ``async_op`` the call returns an ``UnshardHandle`` at once; its ``wait()``, or
     the unit's forward, shows the parameters.
@@ -177,17 +172,6 @@ def reset_iter_state(module: nn.Module) -> None:
             "backward is running. Call it after the exception has left both."
         )
     recover(context, drop_gradients=True)
-
-
-def share_streams(modules: Sequence[nn.Module]) -> None:
-    """Let the trees of ``modules`` share the streams of communication of the first.
-
-    Memory that a stream frees is then reused by all trees, as pipeline stages need.
-
-    Raises: CompositionError, if a module is no fully sharded module.
-    """
-    found = [state_of_unit(each, "share_comm_ctx") for each in modules]
-    roots.share_streams([ensure_root(state) for state in found])
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -44,7 +44,6 @@ def set_requires_gradient_sync(
         module: A fully sharded module, or a module that holds such modules.
         requires_gradient_sync: True (the state after ``fully_shard``) reduces.
         recurse: Set all units in ``module``. False: only the unit ``module`` itself.
-            Default True.
 
     Raises: CompositionError, if there is no such unit; TypeError, if
         ``requires_gradient_sync`` is not a bool.
@@ -122,15 +121,15 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
         set_divisions(state.handle)
 
 
-def set_force_sum_reduction(module: nn.Module, force_sum: bool) -> None:
+def set_force_sum_reduction(module: nn.Module, enable: bool) -> None:
     """Set whether the collectives of the unit ``module`` only sum, and never average.
 
     Raises: CompositionError, if ``module`` is no fully sharded module; TypeError, if
-        ``force_sum`` is not a bool.
+        ``enable`` is not a bool.
     """
     name = "set_force_sum_reduction_for_comms"
-    for state in _units_to_set(module, name, force_sum, recurse=False):
-        state.handle.rule.force_sum = force_sum
+    for state in _units_to_set(module, name, enable, recurse=False):
+        state.handle.rule.force_sum = enable
         # The division depends on whether the backend averages.
         set_divisions(state.handle)
 
@@ -169,12 +168,9 @@ def set_separate_reduce_scatter_group(
 ) -> None:
     """Reduce gradients over process groups of their own; as in FSDP2.
 
-    NCCL runs the collectives of a process group one after the other, so an all-gather
-    for the next backward waits for the reduce-scatter that was issued before. With two
-    groups both are in flight, if the network has room. Numbers do not change. A second
-    group takes device memory for its communicator (NCCL).
-
-    False goes back to the group of the all-gathers.
+    NCCL runs the collectives of a process group one after the other; with two groups an
+    all-gather need not wait for the reduce-scatter before it. Numbers do not change. A
+    second communicator takes device memory. False goes back to one group.
 
     Collective: at the first call creates a group per set of ranks that share
         parameters; all of these ranks must call in the same order. NCCL with
@@ -199,15 +195,12 @@ def set_reduce_scatter_unused_params(
 ) -> None:
     """Set whether parameters without a gradient on this rank are reduced with zeros.
 
-    The mode serves models whose ranks use different parameters (experts, modalities).
-    With True every trainable parameter gets the average as ``.grad`` on every rank. A
-    unit that ran in forward and got no gradient on this rank is all-gathered and
-    reduced in its turn, so that all ranks issue the same collectives. With False
-    ``.grad`` stays None for a parameter without a gradient, and the ranks must agree on
-    the unused parameters. ``torch.autograd.grad`` with respect to inputs produces no
-    gradient of a parameter in either mode; all ranks must run the same kind of
-    backward. The setting takes effect in the next forward; False is the state after
-    ``fully_shard``.
+    For models whose ranks use different parameters (experts, modalities). With True
+    every trainable parameter gets the average as ``.grad`` on every rank; a unit that
+    ran in forward and got no gradient on this rank is all-gathered and reduced in its
+    turn. With False (the default) ``.grad`` stays None for a parameter without a
+    gradient, and the ranks must agree on the unused parameters. All ranks must run the
+    same kind of backward. The setting takes effect in the next forward.
 
     Args, Raises: As ``set_requires_gradient_sync``.
     """

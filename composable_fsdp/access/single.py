@@ -150,28 +150,21 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Para
             f"{did_you_mean(name, known, most=3)}. It has {listed(known)}."
         )
     parameter = known[name]
-    place = _place_of(module, parameter)
-    if place is None:
-        return parameter
-    state, slot = place
-    require_between_steps(state, what)
-    # This may have rebuilt the regions, so the parameter is found by its slot.
-    return next(ref for ref in param_refs(state.handle) if ref.slot.index == slot)
-
-
-def _place_of(
-    module: nn.Module, parameter: nn.Parameter
-) -> tuple[_FSDPState, int] | None:
-    """Return the unit and the slot of a parameter that a module below shows."""
-    # By what modules show: full parameters, or one that the user has just assigned.
-    for state in _get_fsdp_states(module):
-        places = state.handle.layout.places
-        for place, (table, key, *_) in zip(places, state.handle.swaps, strict=True):
-            if table.get(key) is parameter:
-                return state, place.slot_index
     # A unit above may hold it.
     ref = find_param(parameter)
-    return None if ref is None else (unit_of(ref), ref.slot.index)
+    place = None if ref is None else (unit_of(ref), ref.slot.index)
+    # By what modules show: full parameters, or one that the user has just assigned.
+    for state in _get_fsdp_states(module):
+        places = zip(state.handle.layout.places, state.handle.swaps, strict=True)
+        for at, (table, key, *_) in places:
+            if table.get(key) is parameter:
+                place = state, at.slot_index
+    if place is None:
+        return parameter
+    require_between_steps(place[0], what)
+    # This may have rebuilt the regions, so the parameter is found by its slot.
+    refs = param_refs(place[0].handle)
+    return next(ref for ref in refs if ref.slot.index == place[1])
 
 
 def _checked(

@@ -84,19 +84,17 @@ def unshard_params(
         module: A module that is or holds a fully sharded module, or that is a part of a
             unit; the whole unit is then shown.
         recurse: Show the units below, too. False: only the unit ``module`` itself.
-            Default True.
         writeback: Keep the block's writes to the parameters. Each rank writes back the
             part that it holds, so the block must write the same values on all ranks;
-            with ``rank0_only`` rank 0's go to every shard. Default True.
+            with ``rank0_only`` rank 0's go to every shard.
         rank0_only: Only rank 0 of each shard group gets full parameters; the modules of
-            other ranks keep sharded parameters. Default False.
+            other ranks keep sharded parameters.
         offload_to_cpu: The full parameters are copies in host memory, made unit by
-            unit, so device memory holds at most a single full unit. Default False.
+            unit, so device memory holds at most a single full unit.
         with_grads: Set ``.grad`` of the full parameters to the full gradients, if any
             rank has a gradient; with ``writeback`` changes of ``.grad`` are kept.
-            Default False.
         check_same: Compare the values over ranks before they are written back; ignored
-            with ``rank0_only``. Default False.
+            with ``rank0_only``.
 
     Collective: all ranks must enter. Per unit an all-gather over the shard group; with
         ``rank0_only`` a gather per region instead, and with ``writeback`` a scatter per
@@ -322,6 +320,8 @@ class _ShownUnit:
         places = dict(zip(map(id, handle.leaves), pairs, strict=False))
         for at, (parameters, name, sharded, _) in enumerate(handle.swaps):
             if id(sharded) not in places:
+                # Of ``rank0_only`` elsewhere, where rank 0's values will be.
+                parameters[name] = sharded
                 continue
             expected, home = places[id(sharded)]
             shown = parameters.get(name)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.access import manual
-from composable_fsdp.access.settings import set_reshard_after_forward
+from composable_fsdp.access.settings import set_reshard_after_forward, state_of_unit
 from composable_fsdp.config import Placement, ShardingStrategy
 from composable_fsdp.doors.fsdp2_module import FSDPModule, change_class
 from composable_fsdp.doors.fsdp2_policies import (
@@ -32,6 +32,7 @@ from composable_fsdp.errors import PlanError, warn
 from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import quoted
 from composable_fsdp.state_dict.settings import set_live_type
+from composable_fsdp.tree.root import ensure_root, share_streams
 
 P = ParamSpec("P")
 
@@ -176,7 +177,8 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
                 f"share_comm_ctx expects FSDPModules, got a {type(module).__name__}. "
                 "Apply fully_shard first."
             )
-    manual.share_streams(modules)
+    states = [state_of_unit(module, "share_comm_ctx") for module in modules]
+    share_streams([ensure_root(state) for state in states])
 
 
 def _roots(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:

@@ -76,6 +76,7 @@ class FSDPModule(nn.Module):
 
     set_all_reduce_hook = settings.set_all_reduce_hook
     set_gradient_divide_factor = settings.set_gradient_divide_factor
+    set_force_sum_reduction_for_comms = settings.set_force_sum_reduction
     set_reduce_scatter_unused_params = settings.set_reduce_scatter_unused_params
     set_separate_reduce_scatter_group = settings.set_separate_reduce_scatter_group
 
@@ -97,10 +98,6 @@ class FSDPModule(nn.Module):
             DeprecationWarning,
         )
         self.set_gradient_divide_factor(factor)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether collectives only sum, also where NCCL could average."""
-        settings.set_force_sum_reduction(self, enable)
 
     # An argument that asks for the state that there is anyway is accepted.
 

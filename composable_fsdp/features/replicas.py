@@ -115,18 +115,15 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _require_same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError for the first tensor that differs in name or form."""
     for name in dict.fromkeys([*theirs, *ours]):
-        told = []
-        for tensors in (theirs, ours):
-            each = tensors.get(name)
-            told.append(
-                "nothing" if each is None else f"{tuple(each.shape)} {each.dtype}"
-            )
-        if told[0] != told[1]:
+        got, has = (
+            "nothing" if each is None else f"{tuple(each.shape)} {each.dtype}"
+            for each in (theirs.get(name), ours.get(name))
+        )
+        if got != has:
             raise CheckpointError(
-                f"load_replica_state_dict got {told[0]} for {quoted(name)} of this "
-                f"rank; this replica has {told[1]}. Replicas need the same model, "
-                "sharded by the same calls over the same number of ranks, and frozen "
-                "alike."
+                f"load_replica_state_dict got {got} for {quoted(name)} of this rank; "
+                f"this replica has {has}. Replicas need the same model, sharded by the "
+                "same calls over the same number of ranks, and frozen alike."
             )
 
 

@@ -301,10 +301,7 @@ def _views(buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
     """Return a view of bytes for each tensor, one after another."""
     views, at = [], 0
     for each in like:
-        part = buffer[at : at + each.nbytes].view(each.dtype)
-        # The strides of memory of its own, which one with gaps has not.
-        stride = torch.empty_like(each, device="meta").stride()
-        views.append(part.as_strided(each.size(), stride))
+        views.append(buffer[at : at + each.nbytes].view(each.dtype).view(each.size()))
         at += slot_bytes([each.nbytes])
     return views
 
