@@ -39,8 +39,8 @@ class Recorder:
         """Return the error that ends a long wait, if ``operation`` never ends."""
         return None
 
-    def raises(self, text: str, *, owes: bool) -> None:
-        """Tell the other ranks that this rank raises ``text``."""
+    def raises(self, text: str, *, owes: bool = False) -> None:
+        """Tell that this rank raises ``text`` and, if it ``owes``, none can go on."""
 
     def last_words(self) -> str:
         """Return what the other ranks said last."""

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.groups import Groups
+from composable_fsdp.comm.groups import Groups, operation_log
 from composable_fsdp.comm.meeting import Call, meet
-from composable_fsdp.comm.operations import Operation, tell_raise
+from composable_fsdp.comm.operations import Operation
 from composable_fsdp.errors import CompositionError, FSDPError
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.param_ref import ParamRef, find_param
@@ -351,7 +351,7 @@ class _Exchange:
                 # A refusal of this package comes on all owners, at the same place.
                 if not isinstance(error, FSDPError):
                     owes = self.is_sent and group is self.groups.shard
-                    tell_raise(group, text, owes=owes)
+                    operation_log(group).recorder.raises(text, owes=owes)
             raise
 
 

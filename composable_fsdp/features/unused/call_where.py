@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from composable_fsdp.comm import collectives, operations
+from composable_fsdp.comm import collectives
+from composable_fsdp.comm.groups import operation_log
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.gradients import zero_missing
 from composable_fsdp.flat.handle import NO_LOGS, NO_TASK, FlatParamHandle
@@ -157,7 +158,7 @@ class _Call(GradientOrder):
         """Tell the other ranks, and return the error."""
         text = f"call_where of {self.name} {why}"
         for group in self.groups(taped=True):
-            operations.tell_raise(group, text)
+            operation_log(group).recorder.raises(text)
         return PhaseError(text)
 
     def recomputed(self) -> _Call:
