@@ -41,7 +41,9 @@ def gather_flat_values(
     filled = [i for i, s in enumerate(shards) if s.numel()]
     if first_only:
         for i in filled:
-            collectives.gather_flat(fulls[i] if wanted else None, shards[i], group)
+            collectives.at_first_rank(
+                "gather", fulls[i] if wanted else None, shards[i], group
+            )
         return fulls if wanted else []
     if filled:
         collectives.all_gather_flat(
@@ -137,7 +139,7 @@ def spread_flat_values(
         here = shard.to(handle.layout.device)
         if from_first and groups.shard is not None:
             whole = None if full is None else full.to(handle.layout.device)
-            collectives.scatter_flat(here, whole, groups.shard)
+            collectives.at_first_rank("scatter", whole, here, groups.shard)
         elif full is not shard:
             # Shards of all ranks have equal length: padding fills up the last shard.
             start = groups.rank * shard.numel()

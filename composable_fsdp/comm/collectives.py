@@ -267,31 +267,17 @@ def _all_reduce_slices(
     )
 
 
-def gather_flat(full: Tensor | None, shard: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill ``full`` on the first rank with the shards of all ranks, in rank order."""
-    _at_first_rank("gather", dist.gather, "dst", full, shard, group)
-
-
-def scatter_flat(shard: Tensor, full: Tensor | None, group: dist.ProcessGroup) -> None:
-    """Give every rank its slice of the full buffer of the first rank."""
-    _at_first_rank("scatter", dist.scatter, "src", full, shard, group)
-
-
-def _at_first_rank(
-    op: str,
-    send: Callable[..., dist.Work | None],
-    end: str,
-    full: Tensor | None,
-    shard: Tensor,
-    group: dist.ProcessGroup,
+def at_first_rank(
+    op: str, full: Tensor | None, shard: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Move shards into or out of the full buffer of the first rank, the ``end``."""
+    """``"gather"`` shards into the first rank's full buffer, or ``"scatter"`` that."""
     # Bytes, because gloo cannot gather or scatter complex numbers.
     part, parts = shard.view(torch.uint8), None
     if full is not None:
         parts = list(full.view(torch.uint8).chunk(group.size()))
     # torch.distributed expects a global rank.
-    first = {end: dist.get_global_rank(group, 0)}
+    send, end = (dist.gather, "dst") if op == "gather" else (dist.scatter, "src")
+    first: dict[str, Any] = {end: dist.get_global_rank(group, 0)}
     _send(
         begin(op, group, [shard]),
         lambda later: send(part, parts, group=group, async_op=later, **first),
