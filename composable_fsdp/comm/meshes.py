@@ -104,8 +104,20 @@ def resolve_ranks(
         grid = grid_of(dict(zip(names, ranks.shape, strict=True)))
         return RankLayout(shard, replicate, grid, members, device_mesh.device_type)
     if isinstance(process_group, (tuple, list)):
-        shard, replicate = _pair(process_group)
+        if len(process_group) != 2:
+            raise PlanError(
+                "A tuple of process groups is (shard group, replicate group); got "
+                f"{len(process_group)} groups."
+            )
+        shard, replicate = map(_member, process_group)
         row, column = map(dist.get_process_group_ranks, (shard, replicate))
+        if len(set(row) & set(column)) > 1:
+            raise PlanError(
+                "A tuple of process groups expects (shard group, replicate group) that "
+                f"have one rank in common; got ranks {sorted(row)} and "
+                f"{sorted(column)}. Make them the rows and columns of a grid, or pass "
+                "a 2-D device_mesh."
+            )
         # A rank knows its own row and column; in a mesh the others are parallel.
         members = [below + rank - dist.get_rank() for below in column for rank in row]
         grid = grid_of({REPLICATE: len(column), SHARD: len(row)})
@@ -119,27 +131,6 @@ def resolve_ranks(
         grid = grid_of({SHARD: len(members)})
         known[by_node] = RankLayout(shard, None, grid, members, by_node=by_node)
     return known[by_node]
-
-
-def _pair(
-    groups: Sequence[dist.ProcessGroup],
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the shard group and the replicate group."""
-    if len(groups) != 2:
-        raise PlanError(
-            "A tuple of process groups is (shard group, replicate group); got "
-            f"{len(groups)} groups."
-        )
-    shard, replicate = map(_member, groups)
-    first, second = map(dist.get_process_group_ranks, (shard, replicate))
-    # The two groups must be a row and a column of a grid of ranks.
-    if len(set(first) & set(second)) > 1:
-        raise PlanError(
-            "A tuple of process groups expects (shard group, replicate group) that "
-            f"have one rank in common; got ranks {sorted(first)} and {sorted(second)}. "
-            "Make them the rows and columns of a grid, or pass a 2-D device_mesh."
-        )
-    return shard, replicate
 
 
 def _member(group: object) -> dist.ProcessGroup:
