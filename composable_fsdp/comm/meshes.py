@@ -262,7 +262,7 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
     """Return the groups of a unit; units with equal placements share them.
 
     Collective: creates the groups that the caller has not given, at the first call for
-        a placement; all ranks must call, as of ``twin_group``.
+        a placement; all ranks must call, as of ``group_like``.
     Raises: PlanError, as ``dims_for``.
     """
     if (made := ranks.groups.get(chosen)) is not None:
@@ -301,11 +301,9 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
             first -= at // strides[name] % sizes[name] * strides[name]
         steps = [range(0, sizes[name] * strides[name], strides[name]) for name in names]
         row = tuple(members[first + sum(each)] for each in product(*steps))
-        everyone, like = dist.group.WORLD, ranks.shard
-        assert everyone is not None
-        if row == tuple(range(everyone.size())):
-            return everyone
-        return _own_group(row, "placement", dist.get_backend(like), group_timeout(like))
+        if row == tuple(range(dist.get_world_size())):
+            return dist.group.WORLD
+        return group_like(ranks.shard, "placement", row)
 
     steps = [over(names) for names in dims.steps]
     groups = Groups(over(dims.states), over(dims.others(dims.states)), steps)
@@ -329,19 +327,20 @@ def private_group(
     assert dist.group.WORLD is not None
     # torch's own default of 30 minutes would outlive the model's groups.
     told = os.environ.get(CHECKPOINT_TIMEOUT) or timeout
-    return _own_group(
-        ranks, purpose, "gloo", float(told or group_timeout(dist.group.WORLD))
-    )
+    seconds = float(told or group_timeout(dist.group.WORLD))
+    return _own_group(ranks, purpose, "gloo", seconds)
 
 
-def twin_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-    """Return another group of the same ranks, backend and timeout, for ``purpose``.
+def group_like(
+    group: dist.ProcessGroup, purpose: str, ranks: tuple[int, ...] = ()
+) -> dist.ProcessGroup:
+    """Return another group of the ranks (or ``ranks``) and backend of ``group``.
 
-    Collective: creates the group at the first call; all ranks of ``group`` must call.
-        NCCL with ``init_process_group(device_id=...)`` divides the communicator of the
-        default group, all ranks of which must then make a group at the same time.
+    Collective: creates the group at the first call; all ``ranks`` must call. NCCL with
+        ``init_process_group(device_id=...)`` divides the communicator of the default
+        group, all ranks of which must then make a group at the same time.
     """
-    ranks = tuple(dist.get_process_group_ranks(group))
+    ranks = ranks or tuple(dist.get_process_group_ranks(group))
     return _own_group(ranks, purpose, dist.get_backend(group), group_timeout(group))
 
 
