@@ -36,12 +36,7 @@ _MOST_VISITS = 4096
 
 
 def pauses(ranks: int) -> Iterator[float]:
-    """Yield the seconds between visits of one of ``ranks`` that waits in the store.
-
-    >>> from itertools import islice
-    >>> [list(islice(pauses(ranks), 20))[-1] for ranks in (8, 1024)]
-    [0.05, 0.25]
-    """
+    """Yield the seconds between visits of one of ``ranks`` that waits in the store."""
     # They grow: at first the rank must not lose time, and a rank that waits long must
     # not keep the store busy, which serves all ranks of the job, one after another.
     pause, longest = 0.0005, max(0.05, ranks / _MOST_VISITS)
@@ -59,8 +54,6 @@ def key_value_store() -> Any:
 
 class AgreedName:
     """The name of some global ranks in the store; empty until they have agreed."""
-
-    __slots__ = ("_answered", "_base", "_drawn", "_label", "_lock", "_ranks", "name")
 
     def __init__(self, label: str, ranks: Sequence[int]) -> None:
         self._label, self._ranks, self._lock = label, tuple(ranks), Lock()
@@ -183,8 +176,6 @@ def can_compare(group: dist.ProcessGroup) -> bool:
 
 class Peers:
     """The ranks of a group, which all make this object, for a message on ``topic``."""
-
-    __slots__ = ("_key", "_size")
 
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
         # The n-th object of a group and topic is the same on each rank.

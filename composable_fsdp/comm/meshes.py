@@ -39,6 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp.comm.agreement import AgreedName, group_timeout
 from composable_fsdp.comm.groups import (
     PEERLESS,
+    GroupRef,
     Groups,
     RankLayout,
     operation_log,
@@ -102,7 +103,8 @@ def resolve_ranks(
             members = ranks.reshape(-1).tolist()
         names = device_mesh.mesh_dim_names or (REPLICATE, SHARD)[-ranks.ndim :]
         grid = grid_of(dict(zip(names, ranks.shape, strict=True)))
-        return RankLayout(shard, replicate, grid, members, device_mesh.device_type)
+        kind = device_mesh.device_type
+        return RankLayout(*_refs(shard, replicate), grid, members, kind)
     if isinstance(process_group, (tuple, list)):
         if len(process_group) != 2:
             raise PlanError(
@@ -121,7 +123,7 @@ def resolve_ranks(
         # A rank knows its own row and column; in a mesh the others are parallel.
         members = [below + rank - dist.get_rank() for below in column for rank in row]
         grid = grid_of({REPLICATE: len(column), SHARD: len(row)})
-        return RankLayout(shard, replicate, grid, members)
+        return RankLayout(*_refs(shard, replicate), grid, members)
     shard = _member(dist.group.WORLD if process_group is None else process_group)
     # Only the default group may be divided by node: the caller's own group is used as
     # given. Units of the same group share a layout, and so ``Groups`` objects.
@@ -129,8 +131,15 @@ def resolve_ranks(
     if by_node not in known:
         members = dist.get_process_group_ranks(shard)
         grid = grid_of({SHARD: len(members)})
-        known[by_node] = RankLayout(shard, None, grid, members, by_node=by_node)
+        known[by_node] = RankLayout(*_refs(shard), grid, members, by_node=by_node)
     return known[by_node]
+
+
+def _refs(
+    shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None = None
+) -> tuple[GroupRef, GroupRef | None]:
+    """Return references to the groups."""
+    return operation_log(shard), None if replicate is None else operation_log(replicate)
 
 
 def _member(group: object) -> dist.ProcessGroup:
@@ -413,7 +422,7 @@ def resolve_device(
                 f"the index of a CUDA device; got {device_id!r}."
             ) from error
     known = chain((p.device for p in parameters if not p.is_meta), below)
-    kind = "cuda" if ranks.is_nccl else None
+    kind = "cuda" if ranks.shard_ref.is_nccl else None
     if ranks.device_type is not None:
         kind = ranks.device_type
     if kind is None:

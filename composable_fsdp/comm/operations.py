@@ -339,11 +339,7 @@ def running_unit(stage: str) -> str | None:
 
 
 def range_name(kind: str, unit: str | None) -> str:
-    """Return the name of a range; ``unit`` is None for all units together.
-
-    >>> range_name("forward", "blocks.0"), range_name("all_reduce", None)
-    ('composable_fsdp::forward (blocks.0)', 'composable_fsdp::all_reduce')
-    """
+    """Return the name of a range; ``unit`` is None for all units together."""
     # The name of the root has parentheses of its own.
     of_unit = f" ({unit})" if unit else "" if unit is None else f" {ROOT_NAME}"
     return f"composable_fsdp::{kind}{of_unit}"
