@@ -139,13 +139,10 @@ def _require_equal_options(
     top: _FSDPState, found: Sequence[tuple[str, nn.Module, _FSDPState]]
 ) -> None:
     """Raise CompositionError if options that must be equal in a tree differ."""
-    first = top.options
-    for fqn, _, state in found:
-        own = state.options
-        for name, mine, other in (
-            ("limit_all_gathers", first.limit_all_gathers, own.limit_all_gathers),
-            ("use_orig_params", first.use_orig_params, own.use_orig_params),
-        ):
+    for name in ("limit_all_gathers", "use_orig_params"):
+        mine = getattr(top.options, name)
+        for fqn, _, state in found:
+            other = getattr(state.options, name)
             if mine != other:
                 raise CompositionError(
                     f"{name} must be equal in one tree: {quoted(top.fqn)} has {mine}, "
