@@ -16,8 +16,9 @@ DEV := $(VENV)/.stamp-dev
 DOCS := $(VENV)/.stamp-docs
 SHARED := -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 PYTEST := $(PY) -m pytest $(SHARED)
-# Lightning, accelerate, peft, s3fs, moto, torchao and torchft have an environment of
-# their own: the package and all other tests must work without them.
+# Lightning, accelerate, peft, trl, torchtitan, timm, diffusers, s3fs, moto, torchao and
+# torchft have an environment of their own: the package and all other tests must work
+# without them.
 INTEGRATIONS := .venv-integrations
 
 # Without caches, each of the processes compiles the package and all tests anew.
@@ -105,7 +106,10 @@ $(DEV): pyproject.toml constraints.txt | $(PY)
 $(INTEGRATIONS)/.stamp: pyproject.toml constraints.txt | $(INTEGRATIONS)/bin/python
 	@echo "installing torch 2.13.0, lightning and accelerate into $(INTEGRATIONS) (once, minutes)"
 	@$(INTEGRATIONS)/bin/python $(INSTALL) torch==2.13.0
-	@$(INTEGRATIONS)/bin/python $(INSTALL) -e '.[dev,cli,lightning,hf,remote,replicas]' 'moto[server]>=5.1' 'torchao>=0.18'
+	@$(INTEGRATIONS)/bin/python $(INSTALL) -e '.[dev,cli,lightning,hf,remote,replicas]' 'moto[server]>=5.1' 'torchao>=0.18' \
+		diffusers torchtitan trl
+	@# Without torchvision, whose wheels are for CUDA builds: transformers would import it.
+	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps timm
 	@touch $@
 
 $(DOCS): $(DEV)

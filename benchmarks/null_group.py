@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub l
     _create_work_from_future,
 )
 
-from composable_fsdp.access import norms
+from composable_fsdp.access import grads
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import AgreedName, Peers
 from composable_fsdp.features.guard import meetings
@@ -151,7 +151,7 @@ def null_world(world_size: int) -> Iterator[None]:
     # No other rank refuses a step.
     step = mock.patch.object(Peers, "share", return_value=None)
     # A sum over this group is the number of one rank.
-    clip = mock.patch.object(norms, "can_compare", return_value=False)
+    clip = mock.patch.object(grads, "can_compare", return_value=False)
     try:
         with step, clip, met_in_store(), equal_tags():
             yield

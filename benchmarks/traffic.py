@@ -36,7 +36,7 @@ from composable_fsdp import Block, ModuleWrapPolicy, fully_shard, plan
 from composable_fsdp.comm.collectives import CallRecord, record
 from composable_fsdp.planning.layout import ParameterSpec, row_block
 from composable_fsdp.planning.partition import plan_regions
-from composable_fsdp.tools.unit_costs import Traffic
+from composable_fsdp.tools.memory import Traffic
 from tests.support.tiny import TinyBlock
 from tests.support.world import fake_world
 

@@ -4,7 +4,6 @@ A name is resolved when it is first used, so that a program loads what it uses. 
 every program gets stands in ``features.defaults``, for which ``--help`` does not wait.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from composable_fsdp import lazy as _lazy
@@ -25,15 +24,15 @@ if TYPE_CHECKING:
     from composable_fsdp import tools as tools
     from composable_fsdp import wrap as wrap
     from composable_fsdp.access.grads import clip_grad_norm_ as clip_grad_norm_
+    from composable_fsdp.access.grads import grad_norm as grad_norm
     from composable_fsdp.access.grads import no_sync as no_sync
+    from composable_fsdp.access.grads import param_norm as param_norm
     from composable_fsdp.access.manual import is_sharded as is_sharded
     from composable_fsdp.access.manual import (
         register_forward_method as register_forward_method,
     )
     from composable_fsdp.access.manual import reshard as reshard
     from composable_fsdp.access.manual import unshard as unshard
-    from composable_fsdp.access.norms import grad_norm as grad_norm
-    from composable_fsdp.access.norms import param_norm as param_norm
     from composable_fsdp.access.single import get_full_grad as get_full_grad
     from composable_fsdp.access.single import get_full_param as get_full_param
     from composable_fsdp.access.single import set_full_grad as set_full_grad
@@ -72,7 +71,7 @@ if TYPE_CHECKING:
     from composable_fsdp.entries.fully_shard import fully_shard as fully_shard
     from composable_fsdp.entries.replicate import replicate as replicate
     from composable_fsdp.errors import FSDPError as FSDPError
-    from composable_fsdp.features.audit.first_step import audit as audit
+    from composable_fsdp.features.audit import audit as audit
     from composable_fsdp.features.checkpoint import checkpoint as checkpoint
     from composable_fsdp.features.grad_scaler import (
         ShardedGradScaler as ShardedGradScaler,
@@ -103,59 +102,4 @@ if TYPE_CHECKING:
     from composable_fsdp.tools.sharding_plan import forecast as forecast
     from composable_fsdp.tools.simulate import simulate as simulate
 
-_resolve, __all__ = _lazy.resolver(
-    {
-        "access.grads": "clip_grad_norm_ no_sync",
-        "access.manual": "is_sharded register_forward_method reshard unshard",
-        "access.norms": "grad_norm param_norm",
-        "access.single": "get_full_grad get_full_param set_full_grad set_full_param",
-        "access.unshard_params": "unshard_params",
-        "compose.contract": "contract",
-        "config": (
-            "BackwardPrefetch Block CPUOffload FullOptimStateDictConfig "
-            "FullStateDictConfig LocalOptimStateDictConfig LocalStateDictConfig "
-            "MixedPrecision OptimStateDictConfig OptimStateKeyType "
-            "Placement ShardedOptimStateDictConfig ShardedStateDictConfig "
-            "ShardingStrategy StateDictConfig StateDictSettings StateDictType"
-        ),
-        "doors.open_wrapped_params": "open_wrapped_params",
-        "doors.wrapper": "FullyShardedDataParallel",
-        "entries.fully_shard": "fully_shard",
-        "entries.replicate": "replicate",
-        "errors": "FSDPError",
-        "features.audit.first_step": "audit",
-        "features.checkpoint": "checkpoint",
-        "features.grad_scaler": "ShardedGradScaler",
-        "features.init_weights": "init_weights",
-        "flat.region": "FlatParameter",
-        "optim.load": "optim_state_dict_to_load",
-        "optim.save": "optim_state_dict",
-        "planning.policies": "CustomPolicy ModuleWrapPolicy",
-        "state_dict.settings": "set_state_dict_type state_dict_type",
-        "storage.convert": "convert",
-        "storage.load": "LoadOptions load",
-        "storage.opening": "checkpoints verify",
-        "storage.save": "SaveOptions async_save save",
-        "tools.describe": "describe",
-        "tools.plan": "plan",
-        "tools.sharding_plan": "ShardingPlan forecast",
-        "tools.simulate": "simulate",
-    }
-)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
-# Hidden from type checkers, which would take every name for one of the package.
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        """Return a public name or a submodule, and keep it for the next use."""
-        if name in __all__:
-            value = _resolve(name)
-        else:
-            value = import_module(f"{__name__}.doors.elsewhere").submodule(name)
-        globals()[name] = value
-        return value
+__all__ = _lazy.public_names(__name__)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+_PUBLIC = re.compile(r"from (composable_fsdp\.\S+) import \(?\s*(\w+) as \2\b")
 
 
 def is_command_line() -> bool:
@@ -19,17 +22,28 @@ def is_command_line() -> bool:
     return is_module or Path(*given[1:2]).name == "composable-fsdp"
 
 
-def resolver(homes: Mapping[str, str]) -> tuple[Callable[[str], object], list[str]]:
-    """Return what finds a name, and the sorted names, of modules with their names."""
-    home_of = {name: home for home, names in homes.items() for name in names.split()}
+def public_names(package: str) -> list[str]:
+    """Let a package import the names below its ``TYPE_CHECKING`` when they are used."""
+    module: Any = sys.modules[package]
+    # Type checkers need these imports, and so the names stand once.
+    found = _PUBLIC.findall(module.__spec__.loader.get_source(package))
+    homes = {name: home for home, name in found}
 
     def resolve(name: str) -> object:
-        """Return a public name of a package; for its ``__getattr__``."""
-        if name not in home_of:
-            raise AttributeError(f"no public name {name!r}; there are {[*home_of]}")
-        return getattr(import_module(f"composable_fsdp.{home_of[name]}"), name)
+        if name in homes:
+            value: object = getattr(import_module(homes[name]), name)
+        elif "." not in package:
+            value = import_module(f"{package}.doors.elsewhere").submodule(name)
+        else:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        setattr(module, name, value)
+        return value
 
-    return resolve, sorted(home_of)
+    # Set here: type checkers would take any name for one of a package with a
+    # ``__getattr__``.
+    module.__getattr__ = resolve
+    module.__dir__ = lambda: sorted({*vars(module), *homes})
+    return sorted(homes)
 
 
 def later(home: str, name: str) -> Callable[..., Any]:

@@ -13,9 +13,9 @@ from torch import nn
 
 from composable_fsdp.config import Block
 from composable_fsdp.errors import PlanError
+from composable_fsdp.tools.memory import Traffic, traffic_of
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.sharding_plan import ShardingPlan
-from composable_fsdp.tools.unit_costs import Traffic, traffic_of
 from tests.planning.trees import snapshot
 from tests.support.models import build, module_at
 from tests.support.recipes import ModelRecipe, ModuleRecipe

@@ -10,6 +10,7 @@ installation, which is a path file itself.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -23,9 +24,15 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "getting_started" / "quickstart.md"
 
 
+ADDRESS = "https://example.org/composable_fsdp"
+"""Where the repository is, for this build."""
+
+
 def run(*command: str | Path, cwd: Path = ROOT) -> str:
     """Run ``command``, print what it prints, and return that."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    origin = {"COUNT": "1", "KEY_0": "remote.origin.url", "VALUE_0": f"{ADDRESS}.git"}
+    environment |= {f"GIT_CONFIG_{name}": value for name, value in origin.items()}
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -58,6 +65,12 @@ def main() -> None:
         (work / "train.py").write_text(script.text)
         where = "import composable_fsdp as c; print(c.__file__)"
         assert run(python, "-c", where, cwd=work).startswith(str(environment))
+        # The wheel is made of the sdist, which has no repository.
+        (metadata,) = packages.glob("composable_fsdp-*.dist-info/METADATA")
+        told = metadata.read_text("utf-8")
+        assert f"Project-URL: Repository, {ADDRESS}\n" in told
+        assert f"]({ADDRESS}/raw/main/docs/_static/host.svg)" in told
+        assert not re.findall(r"\]\((?!https:)[^)]*\)", told)
         for ranks in ("2", "3"):  # the second run goes on from the checkpoint
             launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
             printed = run(python, *launch, ranks, "train.py", cwd=work)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from composable_fsdp.lazy import resolver
+from composable_fsdp.lazy import public_names
 
 if TYPE_CHECKING:
     from composable_fsdp.access.hand_over import Transfer as Transfer
@@ -43,19 +43,4 @@ if TYPE_CHECKING:
     from composable_fsdp.access.stream import stream_full as stream_full
     from composable_fsdp.access.stream import stream_plan as stream_plan
 
-_resolve, __all__ = resolver(
-    {
-        "access.hand_over": "Transfer boxes transfer_plan",
-        "access.manual": "full_shape",
-        "access.stream": "StreamPlan stream_full stream_plan",
-        "access.settings": (
-            "set_gradient_divide_factor set_is_last_backward "
-            "set_modules_to_backward_prefetch set_modules_to_forward_prefetch "
-            "set_reduce_scatter_unused_params set_requires_all_reduce "
-            "set_requires_gradient_sync set_reshard_after_backward "
-            "set_reshard_after_forward set_separate_reduce_scatter_group"
-        ),
-    }
-)
-if not TYPE_CHECKING:
-    __getattr__ = _resolve
+__all__ = public_names(__name__)

@@ -6,7 +6,6 @@ For all values that have the layout of the parameters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from math import prod
 
 import torch
@@ -49,6 +48,25 @@ def gather_flat_values(
             [fulls[i] for i in filled], [shards[i] for i in filled], group
         )
     return fulls
+
+
+def shards_of(
+    handle: FlatParamHandle, found: Sequence[tuple[ParamRef, Tensor | None]]
+) -> list[Tensor]:
+    """Return per region ``(shard_numel,)`` with the values; empty without any."""
+    shards = []
+    for region in handle.layout.regions:
+        here = [(ref, value) for ref, value in found if ref.region is region]
+        given = [(ref, value) for ref, value in here if value is not None]
+        # The dtype of a state may differ from the dtype of the parameters.
+        dtype = given[0][1].dtype if given else region.layout.dtype
+        # ``gather_flat_values`` skips buffers without elements.
+        numel = region.layout.shard_numel if here else 0
+        shard = memory.new_buffer(numel, dtype, handle.layout.device).zero_()
+        for ref, value in given:
+            shard[ref.offset :][: value.numel()].copy_(value.reshape(-1))
+        shards.append(shard)
+    return shards
 
 
 @torch.no_grad()
@@ -115,36 +133,3 @@ def gather_part(
         # An all-gather would need parts of equal sizes.
         collectives.broadcast(piece, group, rank=rank)
     return whole.view(shape)
-
-
-@torch.no_grad()
-def spread_flat_values(
-    handle: FlatParamHandle,
-    shards: Sequence[Tensor],
-    fulls: Sequence[Tensor],
-    *,
-    from_first: bool,
-) -> None:
-    """Copy this rank's slice of each full buffer into the shard, ``(shard_numel,)``.
-
-    Collective: none; with ``from_first`` per non-empty buffer a scatter over the shard
-        group and a broadcast over the replicate group.
-    """
-    groups = handle.groups
-    for shard, full in zip_longest(shards, fulls):
-        if not shard.numel():
-            continue
-        # The backend sends from the compute device; both may be in host memory.
-        here = shard.to(handle.layout.device)
-        if from_first and groups.shard is not None:
-            whole = None if full is None else full.to(handle.layout.device)
-            collectives.at_first_rank("scatter", whole, here, groups.shard)
-        elif full is not shard:
-            # Shards of all ranks have equal length: padding fills up the last shard.
-            start = groups.rank * shard.numel()
-            here.copy_(full[start : start + shard.numel()])
-        if from_first and groups.replicate is not None:
-            collectives.broadcast(here, groups.replicate)
-        # ``here`` is a copy on the compute device: write the result back to the host.
-        if here is not shard:
-            shard.copy_(here)

@@ -1,23 +1,34 @@
-"""Which rank holds which elements, as boxes; and who sends what to another layout.
+"""The tensors of a sharded model: where they stand, and who sends what elsewhere.
 
-Integers alone: every rank computes the same, and sends nothing.
+Names, shapes and places only: every rank computes the same, and sends nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from composable_fsdp.access.tensors import Entry, beside, entries_of
-from composable_fsdp.access.unshard_params import _route, units_with_parts
+from composable_fsdp.access.settings import units_with_parts
+from composable_fsdp.access.unshard_params import _route
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.naming import did_you_mean, listed, quoted
+from composable_fsdp.flat.param_ref import ParamRef, param_refs
+from composable_fsdp.naming import (
+    did_you_mean,
+    join_name,
+    listed,
+    quoted,
+    strip_wrapper,
+)
+from composable_fsdp.planning import walk
+from composable_fsdp.planning.dtensors import local_of, whole_of
 from composable_fsdp.planning.partition import interval_boxes, moved
+from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.tree.state import _FSDPState
 
 RankBox = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -103,6 +114,148 @@ def transfer_plan(source: Boxes, target: Boxes) -> list[Transfer]:
                     "boxes(model) of the whole model, without replicas."
                 )
     return plan
+
+
+class Entry(NamedTuple):
+    """A tensor, under all of its names, and how ranks divide it."""
+
+    names: tuple[str, ...]
+    ref: ParamRef | None
+    source: Tensor
+    """The sharded leaf; without ``ref``, a tensor that every rank holds."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """The shape in the plain model."""
+    part: tuple[int, ...]
+    """The shape of what the ranks of the shard group hold together."""
+    offset: int
+    """The first element in the region; 0 without a region."""
+    axes: list[tuple[dist.ProcessGroup, int | None]]
+    """The groups of a DTensor's mesh, and the dim that each cuts."""
+    over: list[dist.ProcessGroup]
+    """The groups whose parts are joined, if any."""
+
+    def rectangle(self, at: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return shape and offset of the part at coordinate ``at`` of ``axes``."""
+        sizes, offset = [*self.shape], [0] * len(self.shape)
+        for (group, dim), i in zip(self.axes, at, strict=True):
+            if dim is not None:
+                # As torch cuts: the last ranks may have fewer rows, or none.
+                chunk = -(-self.shape[dim] // group.size())
+                offset[dim] = min(i * chunk, self.shape[dim])
+                sizes[dim] = min(chunk, self.shape[dim] - offset[dim])
+        return tuple(sizes), tuple(offset)
+
+    @property
+    def part_nbytes(self) -> int:
+        """Return the bytes of the largest part on a rank of tensor parallelism."""
+        return prod(self.rectangle([0] * len(self.axes))[0]) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes in a bucket, with those of the whole that parts make."""
+        joined = prod(self.shape) * self.dtype.itemsize if self.over else 0
+        return self.part_nbytes + joined
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return what is handed out. Collective: an all-gather per group of parts."""
+        if not self.over:
+            return part
+        if self.ref is not None:
+            return self.ref.form.whole(part)
+        source: Any = self.source
+        whole: Tensor = source.detach().to(self.dtype).full_tensor()
+        return whole
+
+
+def beside(ranks: set[int], group: dist.ProcessGroup) -> set[int]:
+    """Return the ranks that stand to ``ranks`` as those of ``group`` to this rank."""
+    # Ranks of a mesh have strides.
+    steps = [each - dist.get_rank() for each in dist.get_process_group_ranks(group)]
+    return {rank + step for rank in ranks for step in steps}
+
+
+def entries_of(
+    states: Sequence[_FSDPState],
+    model: nn.Module,
+    names: Iterable[str] | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    joins: bool = False,
+) -> list[list[Entry]]:
+    """Return the tensors of each unit, then those that no unit holds, one by one.
+
+    Raises: CompositionError, for ``names`` that ``model`` does not have.
+    """
+    every = {each[0]: each for each in _entries(states, model, dtype)}
+    wanted = dict.fromkeys(every if names is None else map(strip_wrapper, names))
+    for name in wanted:
+        if name not in every:
+            raise CompositionError(
+                f"{type(model).__name__} has no parameter and no persistent buffer "
+                f"{quoted(name)}{did_you_mean(name, every, most=3)}. It has "
+                f"{listed(every)}."
+            )
+    units: dict[int, dict[int, list[str]]] = {id(state.handle): {} for state in states}
+    for name, (_, ref, source, _) in every.items():
+        if name in wanted:
+            unit = units.setdefault(id(source if ref is None else ref.handle), {})
+            unit.setdefault(id(source), []).append(name)
+    return [
+        [_entry(tuple(same), *every[same[0]][1:], joins) for same in unit.values()]
+        for unit in units.values()
+        if unit
+    ]
+
+
+def _entry(
+    names: tuple[str, ...],
+    ref: ParamRef | None,
+    source: Tensor,
+    dtype: torch.dtype,
+    joins: bool,
+) -> Entry:
+    """Return a tensor with its facts; ``joins`` joins parts of tensor parallelism."""
+    if ref is not None:
+        shape, part, offset = ref.shape, ref.slot.shape, ref.slot.offset
+        whole, groups = ref.slot.whole, ref.form.mesh_groups
+    else:
+        shape, part, offset = tuple(source.shape), tuple(local_of(source).shape), 0
+        mesh: Any = getattr(source, "device_mesh", None)
+        whole, groups = whole_of(source), mesh.get_all_groups() if mesh else ()
+    axes = [*zip(groups, [dim for *_, dim in whole.axes] if whole else [], strict=True)]
+    # A DTensor outside of units may be a sum that is still to be made.
+    over = [group for group, dim in axes if dim is not None or ref is None] * joins
+    return Entry(names, ref, source, dtype, shape, part, offset, axes, over)
+
+
+def _entries(
+    states: Iterable[_FSDPState], model: nn.Module, dtype: torch.dtype | None
+) -> Iterator[tuple[str, ParamRef | None, Tensor, torch.dtype]]:
+    """Yield name and facts of each tensor: all parameters, then persistent buffers."""
+    held: dict[tuple[int, str], ParamRef] = {}
+    dtypes: dict[int, torch.dtype] = {}
+    for state in states:
+        handle = state.handle
+        refs = {ref.slot.index: ref for ref in param_refs(handle)}
+        for at, swap in zip(handle.layout.places, handle.swaps, strict=True):
+            held[id(swap[0]), swap[1]] = refs[at.slot_index]
+        if state.precision is not None:
+            # As in a state dict: the dtypes from before mixed precision cast them.
+            before = state.precision.buffer_dtypes
+            for number, name, buffer in own_buffers(state):
+                dtypes[id(buffer)] = before.get((number, name), buffer.dtype)
+    modules = [*walk.named(model, every_path=True)]
+    for kind, (path, module) in product(("_parameters", "_buffers"), modules):
+        table: dict[str, Tensor | None] = getattr(module, kind)
+        for key, value in table.items():
+            if value is None or key in module._non_persistent_buffers_set:
+                continue
+            ref = held.get((id(table), key))
+            source = value if ref is None else ref.leaf
+            own = dtypes.get(id(source), source.dtype)
+            cast = dtype if dtype and own.is_floating_point else own
+            yield strip_wrapper(join_name(path, key)), ref, source, cast
 
 
 def _boxes_of(

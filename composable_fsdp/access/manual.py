@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
 from composable_fsdp.access.settings import state_of_unit
+from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.flat_parameter import find_flat
@@ -229,6 +231,26 @@ def _context(state: _FSDPState, what: str) -> RuntimeContext:
     elif context.entered is not None and not is_live(context):
         recover(context, drop_gradients=False)
     return context
+
+
+def _unshard_params_recurse(
+    module: nn.Module,
+    state: _FSDPState,
+    recurse: bool,
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> AbstractContextManager[None]:
+    """Return ``unshard_params`` under FSDP1's name, with its arguments."""
+    return unshard_params(
+        module if recurse else state.module,
+        recurse=recurse,
+        writeback=writeback,
+        rank0_only=rank0_only,
+        offload_to_cpu=offload_to_cpu,
+        with_grads=with_grads,
+    )
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

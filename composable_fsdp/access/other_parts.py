@@ -17,15 +17,6 @@ Route = tuple[dist.ProcessGroup, ...]
 a parameter, or all that reach the ranks of a unit."""
 
 
-def route_of(handle: FlatParamHandle, slot: int) -> Route:
-    """Return the groups over which the norm of a parameter's gradient is a sum."""
-    shard, form = handle.groups.shard, handle.layout.forms[slot]
-    # Replicas have equal gradients, as have the ranks of a mesh that does not cut.
-    known = form.mesh_groups
-    own = () if shard is None or shard in known else (shard,)
-    return (*own, *form.cut_over)
-
-
 def require_one_world(handles: Iterable[FlatParamHandle], what: str) -> None:
     """Raise CompositionError if units have gradients of the data of other ranks."""
     # One unit stands for all of its groups.

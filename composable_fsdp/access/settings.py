@@ -18,6 +18,7 @@ from composable_fsdp.comm.operations import RECORDING
 from composable_fsdp.comm.placements import name_of
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.build import set_divisions
+from composable_fsdp.planning import walk
 from composable_fsdp.runtime.unshard import record_gathers
 from composable_fsdp.tree.changed_settings import note_change
 from composable_fsdp.tree.root import outermost
@@ -48,8 +49,8 @@ def set_requires_gradient_sync(
     Raises: CompositionError, if there is no such unit; TypeError, if
         ``requires_gradient_sync`` is not a bool.
     """
-    require_flag("set_requires_gradient_sync", requires_gradient_sync)
-    for state in units_of(module, "set_requires_gradient_sync", recurse=recurse):
+    name, value = "set_requires_gradient_sync", requires_gradient_sync
+    for state in _units_to_set(module, name, value, recurse=recurse, notes=False):
         state.settings.sync_gradients = requires_gradient_sync
         # As in FSDP2, where both are switched together.
         _set_all_reduce(state, requires_gradient_sync)
@@ -68,8 +69,8 @@ def set_requires_all_reduce(
 
     Args, Raises: As ``set_requires_gradient_sync``.
     """
-    require_flag("set_requires_all_reduce", requires_all_reduce)
-    for state in units_of(module, "set_requires_all_reduce", recurse=recurse):
+    name, value = "set_requires_all_reduce", requires_all_reduce
+    for state in _units_to_set(module, name, value, recurse=recurse, notes=False):
         _set_all_reduce(state, requires_all_reduce)
 
 
@@ -91,8 +92,8 @@ def set_is_last_backward(module: nn.Module, is_last_backward: bool) -> None:
 
     Raises: As ``set_requires_gradient_sync``.
     """
-    require_flag("set_is_last_backward", is_last_backward)
-    for state in units_of(module, "set_is_last_backward", recurse=True):
+    name, value = "set_is_last_backward", is_last_backward
+    for state in _units_to_set(module, name, value, recurse=True, notes=False):
         # The end of backward is an event of the tree.
         outermost(state).settings.is_last_backward = is_last_backward
 
@@ -115,7 +116,7 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
             f"{factor!r}. Sums over ranks are divided by it; the number of ranks is "
             "what it is without the call."
         )
-    for state in changed_units(module, "set_gradient_divide_factor", recurse=False):
+    for state in _units_to_set(module, "set_gradient_divide_factor", recurse=False):
         state.handle.rule.factor = float(factor)
         # The division per region (before or after the sum) is derived from the factor.
         set_divisions(state.handle)
@@ -128,8 +129,7 @@ def set_force_sum_reduction(module: nn.Module, force_sum: bool) -> None:
         ``force_sum`` is not a bool.
     """
     name = "set_force_sum_reduction_for_comms"
-    require_flag(name, force_sum)
-    for state in changed_units(module, name, recurse=False):
+    for state in _units_to_set(module, name, force_sum, recurse=False):
         state.handle.rule.force_sum = force_sum
         # The division depends on whether the backend averages.
         set_divisions(state.handle)
@@ -182,8 +182,7 @@ def set_separate_reduce_scatter_group(
     Args, Raises: As ``set_requires_gradient_sync``.
     """
     name = "set_separate_reduce_scatter_group"
-    require_flag(name, enable)
-    for state in changed_units(module, name, recurse=recurse):
+    for state in _units_to_set(module, name, enable, recurse=recurse):
         ref, rule = state.handle.groups.scatter_ref, state.handle.rule
         rule.group = None
         # A unit of a single rank sends nothing.
@@ -212,10 +211,9 @@ def set_reduce_scatter_unused_params(
 
     Args, Raises: As ``set_requires_gradient_sync``.
     """
-    name = "set_reduce_scatter_unused_params"
-    require_flag(name, reduce_scatter_unused_params)
-    for state in changed_units(module, name, recurse=recurse):
-        state.handle.rule.fill = reduce_scatter_unused_params
+    name, value = "set_reduce_scatter_unused_params", reduce_scatter_unused_params
+    for state in _units_to_set(module, name, value, recurse=recurse):
+        state.handle.rule.fill = value
 
 
 def register_comm_hook(
@@ -317,9 +315,9 @@ def set_reshard_after_forward(
 
     Args, Raises: As ``set_requires_gradient_sync``.
     """
-    require_flag("set_reshard_after_forward", reshard_after_forward)
-    for state in changed_units(module, "set_reshard_after_forward", recurse=recurse):
-        state.settings.reshard_after_forward = reshard_after_forward
+    name, value = "set_reshard_after_forward", reshard_after_forward
+    for state in _units_to_set(module, name, value, recurse=recurse):
+        state.settings.reshard_after_forward = value
 
 
 def set_reshard_after_backward(
@@ -334,37 +332,56 @@ def set_reshard_after_backward(
 
     Args, Raises: As ``set_requires_gradient_sync``.
     """
-    require_flag("set_reshard_after_backward", reshard_after_backward)
-    for state in changed_units(module, "set_reshard_after_backward", recurse=recurse):
-        set_reshard(state, reshard_after_backward)
+    name, value = "set_reshard_after_backward", reshard_after_backward
+    for state in _units_to_set(module, name, value, recurse=recurse):
+        set_reshard(state, value)
 
 
-def require_flag(name: str, value: object) -> None:
-    """Raise TypeError, in the name of function ``name``, unless ``value`` is a bool."""
+def _units_to_set(
+    module: nn.Module,
+    name: str,
+    value: object = True,
+    *,
+    recurse: bool,
+    notes: bool = True,
+) -> list[_FSDPState]:
+    """Return ``units_of``, whose flag function ``name`` sets. Raises: TypeError."""
     if not isinstance(value, bool):
         raise TypeError(
             f"{name} expects True or False, got {value!r}. Compare, if it is a number "
             "or a text: (step + 1) % 4 == 0."
         )
-
-
-def changed_units(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]:
-    """Return ``units_of``, whose settings the caller changes now."""
     found = units_of(module, name, recurse=recurse)
-    note_change(found)
+    if notes:
+        note_change(found)
     return found
 
 
 def units_of(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]:
     """Return the units in ``module``. Raises: CompositionError; TypeError."""
+    if not recurse:
+        return [state_of_unit(module, name)]
     require_module(module, name)
     states = _get_fsdp_states(module)
-    if not recurse:
-        inner = inside_wrappers(module)
-        states = [s for s in states if any(m is inner for m in s.modules)]
     if not states:
-        raise no_unit(module, name, recurse=recurse)
+        raise no_unit(module, name, recurse=True)
     return states
+
+
+def units_with_parts(module: nn.Module, what: str) -> list[_FSDPState]:
+    """Return the units that hold parts of ``module``. Raises: CompositionError."""
+    require_module(module, what)
+    inside = {id(each): each for each in walk.modules(module)}
+    found: dict[int, _FSDPState] = {}
+    for each in inside.values():
+        state = _get_module_fsdp_state(each)
+        if state is not None and not any(id(m) in inside for m in state.modules):
+            owners = state.handle.layout.owners
+            if id(state) not in found and any(id(m) in inside for m in owners):
+                found[id(state)] = state
+    if not found:
+        return units_of(module, what, recurse=True)
+    return [*found.values(), *_get_fsdp_states(module)]
 
 
 def set_reshard(state: _FSDPState, reshard_after_backward: bool) -> None:

@@ -4,12 +4,9 @@
 
     bucket 0   gather | hand out tensor by tensor
     bucket 1                  gather              | hand out ...
-    bucket 2                                            gather
 
-A bucket holds regions as they lie, or single tensors of what is too large, and its
-tensors are views. The caller's loop holds the last tensor of a bucket until it gets the
-first one of the next, so the gather after that begins behind this first tensor: there
-are never more than two buckets.
+The caller's loop holds the last tensor of a bucket until it gets the first one of the
+next, so the gather after that begins behind this first tensor: two buckets at most.
 """
 
 from __future__ import annotations
@@ -26,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_fsdp.access.tensors import Entry, beside, entries_of
-from composable_fsdp.access.unshard_params import _route, _summoned, units_with_parts
+from composable_fsdp.access.hand_over import Entry, beside, entries_of
+from composable_fsdp.access.settings import units_with_parts
+from composable_fsdp.access.unshard_params import _route, _summoned
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import Call, failed_rank, send_failure
 from composable_fsdp.comm.operations import Operation
 from composable_fsdp.errors import CollectiveError, DesyncError, PhaseError
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.flat.residency import shard_versions
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.recover import require_between_steps
@@ -42,11 +39,18 @@ from composable_fsdp.tree.state import _FSDPState
 
 
 class _Piece(NamedTuple):
-    """Elements ``[start, stop)`` of a region, or a tensor that is in no region."""
+    """Elements of a region, or a tensor that is in no region."""
 
     entries: Sequence[Entry]
     start: int
-    stop: int
+    """Its first element in the region."""
+    own: Tensor
+    """What this rank holds of it."""
+    numels: list[int]
+    """The elements that each rank of the shard group holds."""
+    group: dist.ProcessGroup | None
+    """The shard group, if parts have to be gathered."""
+    rank: int
     ranks: Sequence[int] | None
     """The global ranks for which it is gathered; None for all."""
 
@@ -58,36 +62,26 @@ class _Piece(NamedTuple):
             near = beside(near, group)
         return self.ranks is None or not near.isdisjoint(self.ranks)
 
-    def own(self, ref: ParamRef) -> tuple[Tensor, list[int]]:
-        """Return what this rank holds, and the elements on each rank that shards."""
-        size, rank = ref.region.layout.shard_numel, ref.region.rank
-        ends = [size * r for r in range(ref.region.layout.world_size + 1)]
-        cuts = [min(max(end, self.start), self.stop) for end in ends]
-        numels = [stop - start for start, stop in pairwise(cuts)]
-        begin = cuts[rank] % max(size, 1)
-        return ref.region.shard.narrow(0, begin, numels[rank]), numels
-
     @property
     def numel(self) -> int:
         """Return the elements of its buffer here."""
-        return (self.stop - self.start) * self.receives(dist.get_rank())
+        return sum(self.numels) * self.receives(dist.get_rank())
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes here of its buffer and of joined parts."""
-        joined = sum(entry.nbytes - entry.part_nbytes for entry in self.entries)
-        joined *= self.receives(dist.get_rank())
-        return self.numel * self.entries[0].dtype.itemsize + joined
 
-    @property
-    def sent_nbytes(self) -> int:
-        """Return the bytes here of a copy of the shard to send, if it takes one."""
-        ref, dtype = self.entries[0].ref, self.entries[0].dtype
-        if self.ranks is None or ref is None or ref.handle.groups.shard is None:
-            return 0
-        own, device = self.own(ref)[0], ref.handle.layout.device
-        is_sent_itself = (own.dtype, own.device) == (dtype, device)
-        return 0 if is_sent_itself else own.numel() * dtype.itemsize
+def _piece(
+    entries: Sequence[Entry], start: int, stop: int, ranks: Sequence[int] | None
+) -> _Piece:
+    """Return elements ``[start, stop)`` of the region of ``entries``."""
+    ref = entries[0].ref
+    if ref is None:
+        own = local_of(entries[0].source).reshape(-1)
+        return _Piece(entries, start, own, [own.numel()], None, 0, ranks)
+    size, rank = ref.region.layout.shard_numel, ref.region.rank
+    ends = [size * r for r in range(ref.region.layout.world_size + 1)]
+    cuts = [min(max(end, start), stop) for end in ends]
+    numels = [stop - start for start, stop in pairwise(cuts)]
+    own = ref.region.shard.narrow(0, cuts[rank] % max(size, 1), numels[rank])
+    return _Piece(entries, start, own, numels, ref.handle.groups.shard, rank, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,17 +237,20 @@ def _bucket(entries: list[Entry], ranks: Sequence[int] | None) -> Bucket:
     for each in regions.values():
         layout = None if each[0].ref is None else each[0].ref.region.layout
         if layout is not None and len(each) == len(layout.parameters):
-            pieces.append(_Piece(each, 0, layout.padded_numel, ranks))
+            pieces.append(_piece(each, 0, layout.padded_numel, ranks))
         else:
             ends = [(e, e.offset, e.offset + prod(e.part)) for e in each]
-            pieces += [_Piece([e], start, stop, ranks) for e, start, stop in ends]
+            pieces += [_piece([e], start, stop, ranks) for e, start, stop in ends]
+    nbytes = sent = 0
+    for piece in pieces:
+        itemsize = piece.entries[0].dtype.itemsize
+        nbytes += piece.numel * itemsize
+        if piece.receives(dist.get_rank()):
+            nbytes += sum(e.nbytes - e.part_nbytes for e in piece.entries)
+        if ranks is not None and piece.group is not None:
+            sent += piece.own.numel() * itemsize
     names = tuple(name for entry in entries for name in entry.names)
-    sent = sum(piece.sent_nbytes for piece in pieces)
-    return Bucket(names, sum(p.nbytes for p in pieces), sent, entries, pieces)
-
-
-Sent = list[tuple[Operation | None, Tensor]]
-"""Collectives, and what has to live until they have ended."""
+    return Bucket(names, nbytes, sent, entries, pieces)
 
 
 @torch.no_grad()
@@ -261,28 +258,36 @@ def _gather(
     bucket: Bucket, buffers: Sequence[Tensor]
 ) -> Callable[[], dict[str, Tensor]]:
     """Begin to gather; return what waits and gives the tensors that arrive here."""
-    sent: Sent = []
+    # Collectives, and what has to live until they have ended.
+    sent: list[tuple[Operation | None, Tensor]] = []
     together: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor]]] = {}
     homes: dict[int, tuple[_Piece, Tensor]] = {}
     for piece, full in zip(bucket._pieces, buffers, strict=True):
         homes |= {id(entry): (piece, full) for entry in piece.entries}
-        ref = piece.entries[0].ref
-        if ref is None:
-            value = local_of(piece.entries[0].source).reshape(-1)
-            full.copy_(value[: full.numel()])
-            continue
-        group, (own, numels) = ref.handle.groups.shard, piece.own(ref)
-        if ref.handle.layout.offload:
-            # On the host: from there torch casts in more memory of the device.
-            own = own.to(full.dtype)
+        group, numels = piece.group, piece.numels
+        # On the host: from there torch casts in more memory of the device.
+        is_there = piece.own.device != full.device
+        own = piece.own.to(full.dtype) if is_there else piece.own
         if group is not None and piece.ranks is not None:
-            sent += _exchange(piece, own.to(full), full, numels, group)
+            own = own.to(full.device, full.dtype, copy=True)
+            # One rank that receives after another.
+            for target, rank in enumerate(dist.get_process_group_ranks(group)):
+                if piece.receives(rank):
+                    takes, gives = [0] * len(numels), [0] * len(numels)
+                    gives[target], into = own.numel(), full[:0]
+                    if target == group.rank():
+                        takes, into = numels, full
+                    sizes = takes, gives
+                    work = collectives.all_to_all(
+                        into, own, sizes, group, async_op=True
+                    )
+                    sent.append((work, own))
         elif full.numel():
             parts = torch.split(full, numels)
             # Casts, and copies from the host; the gather is in place.
-            parts[ref.region.rank].copy_(own)
+            parts[piece.rank].copy_(own)
             if group is not None and len(set(numels)) == 1:
-                together.setdefault(group, []).append((full, parts[ref.region.rank]))
+                together.setdefault(group, []).append((full, parts[piece.rank]))
             elif group is not None:
                 for rank in [rank for rank, numel in enumerate(numels) if numel]:
                     part = parts[rank]
@@ -314,22 +319,6 @@ def _gather(
         found = finish()
         return lambda: found
     return finish
-
-
-def _exchange(
-    piece: _Piece, own: Tensor, full: Tensor, numels: list[int], group: Any
-) -> Sent:
-    """Begin to send this rank's part to those that receive, one after another."""
-    sent: Sent = []
-    for target, rank in enumerate(dist.get_process_group_ranks(group)):
-        if piece.receives(rank):
-            is_here, none = target == group.rank(), [0] * len(numels)
-            sizes = numels if is_here else none, [*none]
-            sizes[1][target] = own.numel()
-            into = full if is_here else full[:0]
-            work = collectives.all_to_all(into, own, sizes, group, async_op=True)
-            sent.append((work, own))
-    return sent
 
 
 def _stream(

@@ -1,33 +1,67 @@
 """Full parameters outside the step, as a context manager.
 
-::
-
-    unshard_params             public: finds the units, marks their trees
-      _unshard_states          several units; agreement of all ranks at the end
-        _unshard_state         a single unit (unsharded_unit.py)
+The block sees new parameters over new buffers, in the parameters' dtype; the units stay
+sharded underneath. Nothing frees this memory under a tensor that the block keeps, and
+parameters that it keeps show this rank's rows afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain, zip_longest
+from math import prod
+from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from composable_fsdp.access.block import block
+from composable_fsdp.access.gather import gather_flat_values, shards_of
 from composable_fsdp.access.other_parts import Route
-from composable_fsdp.access.settings import units_of
-from composable_fsdp.access.unsharded_unit import _unshard_state, require_same_values
+from composable_fsdp.access.settings import units_of, units_with_parts
+from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import Call, failed_rank, send_failure
-from composable_fsdp.errors import DesyncError
+from composable_fsdp.errors import DesyncError, PhaseError
+from composable_fsdp.flat import memory, part_guards, residency
+from composable_fsdp.flat.build import full_leaves, full_views
+from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
+from composable_fsdp.flat.gradients import shard_views
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.memory import is_at
 from composable_fsdp.flat.param_form import groups_of
-from composable_fsdp.planning import walk
+from composable_fsdp.flat.param_ref import param_refs, place_path
+from composable_fsdp.flat.region import part_of
+from composable_fsdp.flat.residency import version_of, written
+from composable_fsdp.flat.value_hash import hash_values
+from composable_fsdp.naming import quoted
+from composable_fsdp.phases import Phase
+from composable_fsdp.planning.dtensors import is_dtensor, local_of
 from composable_fsdp.runtime.offload import synchronize_copy_stream
 from composable_fsdp.runtime.recover import settle_tree
-from composable_fsdp.runtime.unshard import free_oldest
-from composable_fsdp.tree.root import compare_models, meet_over, outermost
-from composable_fsdp.tree.state import Summon, _FSDPState, _get_module_fsdp_state
-from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
+from composable_fsdp.runtime.unshard import free_oldest, reshard
+from composable_fsdp.tree.root import (
+    compare_models,
+    ensure_root,
+    meet_over,
+    outermost,
+)
+from composable_fsdp.tree.state import Summon, _FSDPState
+
+NO_STEPS: WeakKeyDictionary[FlatParamHandle, str] = WeakKeyDictionary()
+"""Why optimizers may not step on a unit now; ``{}`` stands for the name of a parameter.
+Weak: a model may be dropped while it sleeps."""
+_SHOWN = (
+    "inside unshard_params, which shows {} full; the end of the block would write the "
+    "full values over the step. Call it after the block."
+)
+
+
+def require_awake(handles: Iterable[FlatParamHandle], call: str) -> None:
+    """Refuse a call that would take the empty parameters of a sleeping unit for its."""
+    for handle in handles if NO_STEPS else ():
+        if (why := NO_STEPS.get(handle, _SHOWN)) is not _SHOWN:
+            raise PhaseError(f"{call} was called {why.format(handle.name)}")
 
 
 @block
@@ -97,22 +131,6 @@ def unshard_params(
         yield
 
 
-def units_with_parts(module: nn.Module, what: str) -> list[_FSDPState]:
-    """Return the units that hold parts of ``module``. Raises: CompositionError."""
-    require_module(module, what)
-    inside = {id(each): each for each in walk.modules(module)}
-    found: dict[int, _FSDPState] = {}
-    for each in inside.values():
-        state = _get_module_fsdp_state(each)
-        if state is not None and not any(id(m) in inside for m in state.modules):
-            owners = state.handle.layout.owners
-            if id(state) not in found and any(id(m) in inside for m in owners):
-                found[id(state)] = state
-    if not found:
-        return units_of(module, what, recurse=True)
-    return [*found.values(), *_get_fsdp_states(module)]
-
-
 @contextmanager
 def _summoned(
     states: Sequence[_FSDPState], *, rank0_only: bool, what: str = "unshard_params"
@@ -137,26 +155,6 @@ def _summoned(
             synchronize_copy_stream(context)
 
 
-def _unshard_params_recurse(
-    module: nn.Module,
-    state: _FSDPState,
-    recurse: bool,
-    writeback: bool,
-    rank0_only: bool,
-    offload_to_cpu: bool = False,
-    with_grads: bool = False,
-) -> AbstractContextManager[None]:
-    """Return ``unshard_params`` under FSDP1's name, with its arguments."""
-    return unshard_params(
-        module if recurse else state.module,
-        recurse=recurse,
-        writeback=writeback,
-        rank0_only=rank0_only,
-        offload_to_cpu=offload_to_cpu,
-        with_grads=with_grads,
-    )
-
-
 _ENTER_EVERYWHERE = (
     "Full values are gathered from all ranks: enter the block on every rank, outside "
     "of any 'if rank == 0'. rank0_only=True spares the others the memory."
@@ -169,29 +167,37 @@ def _unshard_states(
     states: list[_FSDPState],
     *,
     writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
     check_same: bool = False,
     what: str = "unshard_params(writeback=True)",
-    **how: bool,
 ) -> Iterator[None]:
     """Show full parameters of ``states``; write back on all ranks of a unit or on none.
 
-    ``what`` names the caller in messages; ``how`` is passed to ``_unshard_state``.
-    Collective, Raises: as ``unshard_params``.
+    ``what`` names the caller in messages. Collective, Raises: as ``unshard_params``.
     """
-    call = _call(
-        states, what, {**how, "writeback": writeback, "check_same": check_same}
-    )
+    # ``offload_to_cpu`` copies on this rank alone, and may differ between ranks.
+    decide = {"writeback": writeback, "rank0_only": rank0_only}
+    decide |= {"with_grads": with_grads, "check_same": check_same}
+    details = tuple(f"{name}=True" for name, is_set in decide.items() if is_set)
+    title = states[0].title if states else ""
+    call = Call(what.partition("(")[0], title, details, _ENTER_EVERYWHERE)
     # A block in a training loop repeats, and an expected call visits no store.
     meet_over(states, call, replicas=writeback, always=False)
     for state in states:
         compare_models(state, replicas=writeback, written=writeback)
     routes = {_route(state): state.handle.layout.device for state in states}
-    rank = None
+    failed: dict[Route, int | None] = {}
     with ExitStack() as stack:
-        shown = [
-            stack.enter_context(_unshard_state(each, writeback=writeback, **how))
-            for each in states
-        ]
+        shown: list[_ShownUnit] = []
+        for state in states:
+            shown.append(_ShownUnit(state, rank0_only=rank0_only))
+            # Also after an exception, so that the unit is sharded and can run again.
+            stack.callback(shown[-1].close, with_grads=with_grads)
+            shown[-1].show(to_cpu=offload_to_cpu)
+            if with_grads:
+                shown[-1].show_gradients(to_cpu=offload_to_cpu)
         try:
             yield
             if writeback:
@@ -208,13 +214,15 @@ def _unshard_states(
                     send_failure(groups, device)
             raise
         if writeback:
-            # Each _unshard_state writes back on exit, so the agreement must come first.
             failed = {route: failed_rank(route, at) for route, at in routes.items()}
-            rank = next((each for each in failed.values() if each is not None), None)
-            for state, unit in zip(states, shown, strict=True):
-                unit.is_agreed = failed[_route(state)] is None
-                if check_same:
-                    require_same_values(unit)
+            agreed = [unit for unit in shown if failed[_route(unit.state)] is None]
+            for unit in agreed if check_same else ():
+                unit.require_same_values()
+            for unit in reversed(agreed):
+                unit.write()
+                if with_grads:
+                    unit.write_gradients()
+    rank = next((each for each in failed.values() if each is not None), None)
     if rank is not None:
         raise DesyncError(
             f"Rank {rank} raised inside {what}, so nothing was written here either, "
@@ -223,13 +231,259 @@ def _unshard_states(
         )
 
 
-def _call(states: Sequence[_FSDPState], what: str, how: Mapping[str, bool]) -> Call:
-    """Return the block as ranks compare it, with the arguments that are set."""
-    # ``offload_to_cpu`` copies on this rank alone, and may differ between ranks.
-    decide = ("writeback", "rank0_only", "with_grads", "check_same")
-    details = tuple(f"{name}=True" for name in decide if how.get(name))
-    title = states[0].title if states else ""
-    return Call(what.partition("(")[0], title, details, _ENTER_EVERYWHERE)
+class _ShownUnit:
+    """The full parameters that a block shows on this rank for a unit.
+
+    With ``rank0_only`` all ranks but the first show sharded parameters; the lists are
+    then empty.
+    """
+
+    __slots__ = (
+        *("context", "fulls", "handle", "leaves", "rank0_only", "state"),
+        *("versions", "views"),
+    )
+
+    def __init__(self, state: _FSDPState, *, rank0_only: bool) -> None:
+        self.state, self.rank0_only = state, rank0_only
+        self.context, self.handle = ensure_root(state), state.handle
+        self.fulls: list[Tensor] = []
+        """Per region ``(padded_numel,)``."""
+        self.views: list[Tensor] = []
+        """Per parameter, as in ``handle.leaves``: its elements in ``fulls``."""
+        self.leaves: list[nn.Parameter] = []
+        """The full parameters, in each block the same, over ``views``."""
+        self.versions: list[int] = []
+        """Version counters of ``leaves`` before the block."""
+        if self.handle.phase is Phase.SUMMON:
+            raise PhaseError(
+                f"Fully sharded module {self.handle.name} is shown by another block of "
+                "unshard_params; its end would take the parameters from both. Use one."
+            )
+        self.handle.phase = Phase.SUMMON
+        NO_STEPS[self.handle] = _SHOWN
+
+    def close(self, *, with_grads: bool) -> None:
+        """Show the sharded parameters again, also in what the block has kept."""
+        self.handle.phase = Phase.IDLE
+        NO_STEPS.pop(self.handle, None)
+        # The full parameters outlive the block.
+        for leaf in self.leaves if with_grads else ():
+            leaf.grad = None
+        reshard(self.context, self.handle)
+        regions = self.handle.layout.regions
+        views = (shard_views(region.cuts, region.shard)[0] for region in regions)
+        for parameter, home in zip(self.leaves, chain(*views), strict=False):
+            # A DTensor keeps its values, because the shard is no DTensor.
+            if not is_dtensor(parameter):
+                parameter.data = home
+
+    def show(self, *, to_cpu: bool) -> None:
+        """Gather into new buffers of the parameter dtype; show leaves over them."""
+        handle, layout = self.handle, self.handle.layout
+        # The optimizer wrote the shards on the caller's stream.
+        self.context.streams.wait_for_caller()
+        shards = [region.shard.to(layout.device) for region in layout.regions]
+        fulls = gather_flat_values(handle, shards, first_only=self.rank0_only)
+        if layout.regions and not fulls:
+            return
+        # Tensors made in inference mode could not be written to outside of that mode.
+        with torch.inference_mode(False), torch.no_grad():
+            # Without a shard group ``fulls`` are the shards, to which the block must
+            # not write yet: copy.
+            alone = handle.groups.shard is None
+            home = torch.device("cpu") if to_cpu else layout.device
+            self.fulls = [full.to(home, copy=alone) for full in fulls]
+            is_first = not handle.block_leaves
+            for region, full in zip(layout.regions, self.fulls, strict=True):
+                views, _ = full_views(region.layout, full)
+                self.views += views
+                if is_first:
+                    handle.block_leaves += full_leaves(
+                        region.layout, views, region.leaves, layout.forms
+                    )
+            self.leaves = handle.block_leaves
+            for leaf, view, own in zip(
+                self.leaves, self.views, handle.leaves, strict=True
+            ):
+                local_of(leaf).data = view
+                leaf.requires_grad = own.requires_grad
+        made = dict(zip(map(id, handle.leaves), self.leaves, strict=True))
+        for parameters, name, sharded, _ in handle.swaps:
+            parameters[name] = made[id(sharded)]
+        # Modules inside the unit may be called on full parameters.
+        part_guards.allow_part_calls(handle)
+        residency.move(handle, residency.COPIES_SHOWN)
+        self.versions = [*map(version_of, self.leaves)]
+
+    @torch.no_grad()
+    def take_assigned(self) -> None:
+        """Copy parameters that the block assigned into the buffers; refuse misfits."""
+        handle, pairs = self.handle, zip(self.leaves, self.views, strict=True)
+        places = dict(zip(map(id, handle.leaves), pairs, strict=False))
+        for at, (parameters, name, sharded, _) in enumerate(handle.swaps):
+            if id(sharded) not in places:
+                continue
+            expected, home = places[id(sharded)]
+            shown = parameters.get(name)
+            # Of a DTensor the plain tensor inside, which must be a view of ``full``.
+            found = local_of(shown) if isinstance(shown, Tensor) else shown
+            got, want = type(found).__name__, f"{tuple(home.shape)} {home.dtype}"
+            if isinstance(found, Tensor):
+                got = f"{tuple(found.shape)} {found.dtype}"
+            if found is None or got != want:
+                raise PhaseError(
+                    "Inside unshard_params parameter "
+                    f"{quoted(place_path(handle, at))} was replaced by {got}; expected "
+                    f"{want}. Write into it in place, for example "
+                    "parameter.data.copy_(values)."
+                )
+            if not is_at(found, home):
+                # Cloned: the assigned tensor may be another view of the full buffer.
+                home.copy_(found.clone())
+            parameters[name] = expected
+
+    @torch.no_grad()
+    def require_same_values(self) -> None:
+        """Refuse full values of a block that differ between the unit's ranks.
+
+        Collective: an all-gather of objects over the shard and the replicate group.
+        Raises: DesyncError with the parameter's name, on all ranks alike.
+        """
+        names = [ref.name for ref in param_refs(self.handle)]
+        told = [hash_values(self.views).tolist()] if names else []
+        for group in self.handle.groups.present:
+            # After the first group a rank passes on what the whole group has.
+            told = [*chain(*collectives.all_gather_object(told, group))]
+        pairs = zip(names, *told, strict=True)
+        unlike = [name for name, *each in pairs if len(set(each)) > 1]
+        if unlike:
+            more = f" and {len(unlike) - 1} more of its unit" if unlike[1:] else ""
+            raise DesyncError(
+                f"Parameter {quoted(unlike[0])}{more} was written differently on the "
+                "ranks inside unshard_params, where each rank keeps the part that it "
+                "holds; nothing was written. Write the same on every rank, or pass "
+                "rank0_only=True to give all of them rank 0's values."
+            )
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Copy this rank's part of the full values into the shards.
+
+        Collective: none; with ``rank0_only`` per region with elements a scatter over
+            the shard group and a broadcast over the replicate group.
+        """
+        handle, groups = self.handle, self.handle.groups
+        for region, full in zip_longest(handle.layout.regions, self.fulls):
+            shard: Tensor = region.shard
+            if not shard.numel():
+                continue
+            # The backend sends from the compute device; both may be in host memory.
+            here = shard.to(handle.layout.device)
+            if self.rank0_only and groups.shard is not None:
+                whole = None if full is None else full.to(handle.layout.device)
+                collectives.at_first_rank("scatter", whole, here, groups.shard)
+            else:
+                # Shards of all ranks have equal length: padding fills up the last one.
+                start = groups.rank * shard.numel()
+                here.copy_(full[start : start + shard.numel()])
+            if self.rank0_only and groups.replicate is not None:
+                collectives.broadcast(here, groups.replicate)
+            if here is not shard:
+                shard.copy_(here)
+        now, before = [*map(version_of, self.leaves)], written(handle.layout)
+        if self.rank0_only or now == self.versions:
+            return
+        counts = zip(handle.leaves, now, self.versions, strict=True)
+        # A backward of a forward from before the block then raises, as in plain torch.
+        torch.autograd.graph.increment_version(
+            [leaf for leaf, version, earlier in counts if version != earlier]
+        )
+        # ``at_build`` detects torch's init functions on bare shards. The block wrote
+        # full values, which is legal: move the mark along.
+        if handle.writes.at_build == before:
+            handle.writes.at_build = written(handle.layout)
+
+    @torch.no_grad()
+    def show_gradients(self, *, to_cpu: bool) -> None:
+        """Set ``.grad`` of the full parameters to the full gradients.
+
+        Collective: over the shard group a single all-reduce with a byte per parameter;
+            if any rank has a gradient, an all-gather, or with ``rank0_only`` a gather
+            per region.
+        """
+        handle, regions = self.handle, self.handle.layout.regions
+        refs = [*param_refs(handle)]
+        own = [*chain(*map(leaf_gradients, regions))]
+        # A rank without elements of a parameter has no gradient, but must send alike:
+        # agree first which parameters have one.
+        has = self._flags(own)
+        if handle.groups.shard is not None and has.numel():
+            collectives.all_reduce(has, handle.groups.shard, maximum=True)
+        flags = has.tolist()
+        found = [
+            (ref, None if gradient is None else gradient.to(ref.region.layout.dtype))
+            for ref, gradient, flag in zip(refs, own, flags, strict=True)
+            if flag
+        ]
+        # A copy, because ``.grad`` of single parameters may be tensors of the user.
+        shards = shards_of(handle, found)
+        if not any(shard.numel() for shard in shards):
+            return
+        views: list[Tensor] = []
+        fulls = gather_flat_values(handle, shards, first_only=self.rank0_only)
+        for region, full in zip(regions, fulls, strict=False):
+            # As the full parameters with offload_to_cpu.
+            here = full.cpu() if to_cpu else full
+            views += (
+                full_views(region.layout, here)[0] if full.numel() else region.leaves
+            )
+        pairs = zip(refs, self.leaves, views, flags, strict=False)
+        for ref, leaf, view, flag in pairs:
+            # A DTensor takes no plain tensor as ``.grad``.
+            leaf.grad = ref.form.shown(view) if flag else None
+
+    @torch.no_grad()
+    def write_gradients(self) -> None:
+        """Set the sharded gradients to this rank's part of the block's full gradients.
+
+        Collective: none; with ``rank0_only`` over the shard group and over the
+            replicate group a broadcast with a byte per parameter, and one per gradient.
+        """
+        handle, device = self.handle, self.handle.layout.device
+        refs = [*param_refs(handle)]
+        # The block may have set gradients of other placements, or sparse ones, which
+        # would raise later and leave the other ranks waiting.
+        given = [
+            None if leaf.grad is None else ref.form.gradient(leaf.grad).to_dense()
+            for ref, leaf in zip(refs, self.leaves, strict=False)
+        ]
+        has = self._flags(given)
+        # Only rank 0 knows which gradients the block left.
+        sends = handle.groups.present if self.rank0_only else ()
+        for group in sends:
+            collectives.broadcast(has, group)
+        flags = has.tolist()
+        graded = {id(ref.region) for ref, flag in zip(refs, flags, strict=True) if flag}
+        for region in handle.layout.regions:
+            for parameter in () if id(region) in graded else region.graded:
+                parameter.grad = None
+        values = given or [None] * len(refs)
+        for ref, flag, value in zip(refs, flags, values, strict=True):
+            part, numel = None, prod(ref.slot.shape)
+            if flag:
+                if value is None:
+                    value = memory.new_buffer(numel, ref.region.layout.dtype, device)
+                whole = value.to(device).contiguous()
+                for group in sends if numel else ():
+                    collectives.broadcast(whole, group)
+                part = part_of(ref.region, ref.slot, whole, like=ref.leaf)
+            set_leaf_gradient(handle, ref.region, ref.index, part)
+
+    def _flags(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Return a byte per parameter on the compute device: 1 with a gradient."""
+        held = [g is not None for g in gradients] or [False] * len(self.handle.leaves)
+        device = self.handle.layout.device
+        return torch.tensor(held, dtype=torch.uint8, device=device)
 
 
 def _route(state: _FSDPState) -> Route:

@@ -276,8 +276,7 @@ _live: weakref.WeakSet[Streams] = weakref.WeakSet()
 
 def live_streams() -> weakref.WeakSet[Streams]:
     """Return the streams of this process."""
-    # ``tools.simulated_world`` puts another function here for the thread that
-    # simulates, so that optimizer steps of other threads never meet a stand-in.
+    # ``tools.simulated_world`` puts another function here.
     return _live
 
 

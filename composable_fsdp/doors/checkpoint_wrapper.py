@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from composable_fsdp.doors.wrapping import PlainNames, post_order_apply
 from composable_fsdp.features.checkpoint import run_checkpointed
-from composable_fsdp.features.host_memory.activations import offloaded
+from composable_fsdp.features.host_memory.copies import offloaded
 from composable_fsdp.naming import CHECKPOINTED_MODULE
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.options import by_name

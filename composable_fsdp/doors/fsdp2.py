@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.access import manual
 from composable_fsdp.access.settings import set_reshard_after_forward
-from composable_fsdp.config import Placement, ShardingStrategy, StateDictType
+from composable_fsdp.config import Placement, ShardingStrategy
 from composable_fsdp.doors.fsdp2_module import FSDPModule, change_class
 from composable_fsdp.doors.fsdp2_policies import (
     DataParallelMeshDims,
@@ -31,7 +31,7 @@ from composable_fsdp.entries import fully_shard as own
 from composable_fsdp.errors import PlanError, warn
 from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import quoted
-from composable_fsdp.state_dict.settings import set_unit_type
+from composable_fsdp.state_dict.settings import set_live_type
 
 P = ParamSpec("P")
 
@@ -139,8 +139,8 @@ def fully_shard(
     # The modules of a list share a state.
     state = own.fully_shard.state(modules[0])
     assert state is not None
-    # FSDP2's state dicts send nothing and hold the parts of each rank.
-    set_unit_type(state, StateDictType.SHARDED_STATE_DICT)
+    # FSDP2's state dicts send nothing and hold the shards of each rank.
+    set_live_type(state)
     # Nor is ``.grad`` None on a rank without rows.
     state.handle.rule.keeps_empty = True
     for region in state.handle.layout.trainable:

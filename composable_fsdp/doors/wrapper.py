@@ -43,7 +43,7 @@ from composable_fsdp.entries.initial_values import reset_parameters
 from composable_fsdp.errors import CompositionError, warn
 from composable_fsdp.features.init_weights import apply_whole
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
-from composable_fsdp.optim import keys, load, save
+from composable_fsdp.optim import load, names, save
 from composable_fsdp.planning import walk
 from composable_fsdp.state_dict import settings
 from composable_fsdp.tree.state import (
@@ -359,7 +359,7 @@ class FullyShardedDataParallel(Attributes, PlainNames):
     flatten_sharded_optim_state_dict = staticmethod(
         load.flatten_sharded_optim_state_dict
     )
-    rekey_optim_state_dict = staticmethod(keys.rekey_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(names.rekey_optim_state_dict)
 
 
 # inspect.signature prefers __new__ to __init__; __init__ has the arguments.

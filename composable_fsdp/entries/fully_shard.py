@@ -157,7 +157,9 @@ def _members(ranks: RankLayout) -> str:
 
 
 # Any: revealed types show no private class.
-@contract_after(_is_done, cast("Callable[[], Any]", _FSDPState))
+@contract_after(
+    _is_done, cast("Callable[[], Any]", _FSDPState), users=("policy", "param_init_fn")
+)
 def fully_shard(
     module: T,
     *,

@@ -138,7 +138,7 @@ def _join(state: _FSDPState, group: dist.ProcessGroup, *, sync: bool) -> None:
     # A unit held by a single rank had no guards; calls of the unit's parts would now
     # bypass the average.
     handle.guards = part_guards.find_guards(
-        handle.groups, handle.layout.owners, state.modules
+        handle.groups, handle.layout.owners, state.modules, handle.layout.forms
     )
     part_guards.refuse_part_calls(handle)
     # The divisor of the average depends on the number of ranks.

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from composable_fsdp.lazy import resolver
+from composable_fsdp.lazy import public_names
 
 if TYPE_CHECKING:
     from composable_fsdp.access.settings import register_comm_hook as register_comm_hook
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     )
     from composable_fsdp.features.comm_hooks import replica_hook as replica_hook
     from composable_fsdp.features.flat_params import flat_parameters as flat_parameters
+    from composable_fsdp.features.host_memory.copies import (
+        offload_states as offload_states,
+    )
     from composable_fsdp.features.host_memory.sleeping import released as released
     from composable_fsdp.features.host_memory.sleeping import sleep as sleep
     from composable_fsdp.features.host_memory.sleeping import wake as wake
-    from composable_fsdp.features.host_memory.state_buffers import (
-        offload_states as offload_states,
-    )
     from composable_fsdp.features.nonfinite import NonFinite as NonFinite
     from composable_fsdp.features.nonfinite import find_nonfinite as find_nonfinite
     from composable_fsdp.features.owners import map_on_owners as map_on_owners
@@ -54,33 +54,8 @@ if TYPE_CHECKING:
         even_batches as even_batches,
     )
     from composable_fsdp.features.training.step_log import StepLog as StepLog
-    from composable_fsdp.features.unused.call_where import call_where as call_where
+    from composable_fsdp.features.unused_units import call_where as call_where
     from composable_fsdp.features.wires import Float8Wire as Float8Wire
     from composable_fsdp.features.wires import Int8Wire as Int8Wire
 
-_resolve, __all__ = resolver(
-    {
-        "access.settings": "register_comm_hook",
-        "comm.operations": "OperationRecord recent_operations",
-        "comm.wire_format": "WireFormat WireLayout",
-        "config": "Arena",
-        "features.captured_step": "CapturedStep capture",
-        "features.comm_hooks": (
-            "DefaultState LowPrecisionState ReplicaState allreduce_hook "
-            "bf16_compress_hook fp16_compress_hook int8_all_to_all_hook "
-            "reduce_scatter_hook replica_hook"
-        ),
-        "features.flat_params": "flat_parameters",
-        "features.host_memory.sleeping": "released sleep wake",
-        "features.host_memory.state_buffers": "offload_states",
-        "features.nonfinite": "NonFinite find_nonfinite",
-        "features.owners": "map_on_owners",
-        "features.replicas": "load_replica_state_dict replica_state_dict",
-        "features.training.even_batches": "even_batches",
-        "features.training.step_log": "StepLog",
-        "features.unused.call_where": "call_where",
-        "features.wires": "Float8Wire Int8Wire",
-    }
-)
-if not TYPE_CHECKING:
-    __getattr__ = _resolve
+__all__ = public_names(__name__)

@@ -56,9 +56,7 @@ moments.MODULES_SHARDED.extend(
         tell_untested,
     )
 )
-moments.TREE_INITIALIZED.append(
-    later("composable_fsdp.features.arena.slot", "give_slots")
-)
+moments.TREE_INITIALIZED.append(later("composable_fsdp.features.arena", "give_slots"))
 moments.MODELS_MEET.append(
     later("composable_fsdp.features.guard.same_models", "compare_models")
 )
@@ -67,10 +65,10 @@ moments.RANKS_MEET.append(
 )
 moments.FIRST_FORWARD.extend(
     (
-        later("composable_fsdp.features.guard.initialized", "require_initialized"),
+        later("composable_fsdp.features.guard.same_weights", "require_initialized"),
         later("composable_fsdp.features.in_backward", "step_in_backward"),
         later("composable_fsdp.features.log_line", "log_units"),
-        later("composable_fsdp.features.audit.first_step", "begin_audit"),
+        later("composable_fsdp.features.audit", "begin_audit"),
     )
 )
 moments.PASSAGES.update(first=FIRST, full=FULL, moving=MOVING, searches=Searches)
@@ -83,21 +81,21 @@ moments.reduce_by_hook = later("composable_fsdp.features.comm_hooks", "reduce_by
 moments.ORDERS.update(
     {
         False: GradientOrder,
-        True: later("composable_fsdp.features.unused.common_order", "CommonOrder"),
+        True: later("composable_fsdp.features.unused_units", "CommonOrder"),
     }
 )
 moments.KEEPS_PRECISION.append(keep_full_precision)
 FIRST_STEPS.extend(
     (
         # The audit's hook after the step removes itself, and must be the last.
-        later("composable_fsdp.features.host_memory.state_buffers", "offload_planned"),
-        later("composable_fsdp.features.audit.first_step", "note_step"),
+        later("composable_fsdp.features.host_memory.copies", "offload_planned"),
+        later("composable_fsdp.features.audit", "note_step"),
     )
 )
 moments.NAME_NONFINITE.append(
     later("composable_fsdp.features.nonfinite", "name_nonfinite")
 )
-HOOK_WATCHES.append(later("composable_fsdp.features.audit.first_step", "around_hook"))
+HOOK_WATCHES.append(later("composable_fsdp.features.audit", "around_hook"))
 BEFORE_OPTIMIZER.append(prepare_for_dcp)
 # Construction only makes a tensor, so ``torch.load(weights_only=True)`` may do so.
 add_safe_globals([ShardedValue])

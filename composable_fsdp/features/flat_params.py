@@ -16,6 +16,7 @@ from operator import attrgetter
 
 from torch import nn
 
+from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.flat_parameter import clear_flat_gradients, flat_of
 from composable_fsdp.flat.handle import find_leaf
@@ -55,8 +56,8 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
 
     Collective: none; all ranks should call alike.
     Raises: CompositionError, if ``module`` holds no unit, or holds parameters of a unit
-    that is not in ``module``; PhaseError, inside forward, backward or
-    ``unshard_params``.
+    that is not in ``module``; PlanError, for parameters that tensor parallelism cuts;
+    PhaseError, inside forward, backward or ``unshard_params``.
 
     >>> optim = AdamW(flat_parameters(model), foreach=True)
     """
@@ -78,6 +79,8 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
                 f"{found[0].name}, and not that module: a flat parameter is of all of "
                 "a unit. Pass the fully sharded module, or the whole model."
             )
+    # Their state is one interval of a region, and of rectangles none of a whole.
+    refuse_forms((state.handle for state in states), _WHAT)
     for state in states:
         require_between_steps(state, _WHAT)
         # Regions are either trainable or frozen: lay the unit out anew first, if the

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_fsdp.access.norms import (
+from composable_fsdp.access.grads import (
     Norm,
     by_route,
     parameters_given,
@@ -20,7 +20,7 @@ from composable_fsdp.access.other_parts import (
     Route,
     require_one_world,
 )
-from composable_fsdp.access.unsharded_unit import require_awake
+from composable_fsdp.access.unshard_params import require_awake
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.flat.flat_parameter import leaf_gradients

@@ -18,8 +18,8 @@ the matrices, too.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from math import nan, prod
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.groups import Groups, operation_log
+from composable_fsdp.comm.groups import operation_log
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.comm.operations import Operation
 from composable_fsdp.errors import CompositionError, FSDPError
@@ -111,7 +111,7 @@ def map_on_owners(
     details = (f"{len(chosen)} parameters", _checksum(refs), f"dtype={dtype}")
     meet(groups, Call("map_on_owners", details=details), always=False)
     exchanges = [
-        _Exchange(items, dtype or items[0].ref.region.layout.dtype, function)
+        _exchange(items, dtype or items[0].ref.region.layout.dtype, function, results)
         for items in _items_by_unit(refs, values)
     ]
     for at, (parameter, value, ref) in enumerate(
@@ -122,14 +122,10 @@ def map_on_owners(
             whole = value if dtype is None else value.to(dtype)
             results[at] = _call(function, whole, parameter, whole.dtype, f"number {at}")
     # The exchange of the next unit is on its way while this unit computes.
-    count = len(exchanges)
-    for number in range(count + 2):
-        if number < count:
-            exchanges[number].begin()
-        if 0 < number <= count:
-            exchanges[number - 1].compute()
-        if number > 1:
-            exchanges[number - 2].end(results)
+    for number in range(len(exchanges) + 2):
+        # One begins, the one before computes, and the one before that ends.
+        for each in reversed(exchanges[max(0, number - 2) : number + 1]):
+            next(each, None)
     return results
 
 
@@ -218,141 +214,120 @@ def _work(shape: Sequence[int]) -> int:
     return prod(shape) * (min(shape[0], prod(shape[1:])) if len(shape) > 1 else 1)
 
 
-class _Exchange:
-    """The exchange of a unit: parts to the owners, and parts of results back."""
+def _exchange(
+    items: Sequence[_Item],
+    dtype: torch.dtype,
+    function: WholeFunction,
+    results: list[Tensor | None],
+) -> Iterator[None]:
+    """Send the parts of a unit to the owners, and parts of results back.
 
-    def __init__(
-        self, items: Sequence[_Item], dtype: torch.dtype, function: WholeFunction
-    ) -> None:
-        handle = items[0].ref.handle
-        self.groups: Groups = handle.groups
-        self.rank = handle.groups.rank
-        self.device = handle.layout.device
-        self.dtype, self.function = dtype, function
-        group = self.groups.replicate
-        self.replica = 0 if group is None else group.rank()
-        # In the order in which the results lie in memory.
-        self.items = sorted(items, key=lambda item: (item.replica, item.owner))
-        self.here = [item for item in self.items if item.replica == self.replica]
-        # A matrix that its owner holds whole needs no message; from the plan, so that
-        # all ranks agree.
-        self.is_sent = self.groups.shard is not None and any(
-            max(item.sizes) < sum(item.sizes) for item in self.here
-        )
-        # Empty outside of ``begin`` and ``end``, because a step has many units.
-        self.parts = self.received = self.answers = torch.empty(0, device="cpu")
-        self.operation: Operation | None = None
+    Yields behind each message, on whose way the caller does something else.
+    """
+    handle = items[0].ref.handle
+    groups, me = handle.groups, handle.groups.rank
+    replica = 0 if groups.replicate is None else groups.replicate.rank()
+    # In the order in which the results lie in memory.
+    items = sorted(items, key=lambda item: (item.replica, item.owner))
+    here = [item for item in items if item.replica == replica]
+    mine = [item for item in here if item.owner == me]
+    # A matrix that its owner holds whole needs no message; from the plan, so that all
+    # ranks agree.
+    cut = [item for item in here if max(item.sizes) < sum(item.sizes)]
+    shard = groups.shard if cut else None
+    buffer = partial(torch.empty, dtype=dtype, device=handle.layout.device)
+    ranks = range(groups.shard_world_size)
+    to_owners = [sum(i.sizes[me] for i in here if i.owner == rank) for rank in ranks]
+    from_ranks = [sum(item.sizes[rank] for item in mine) for rank in ranks]
 
-    def begin(self) -> None:
-        """Send this rank's parts to the owners."""
-        held = [item.sizes[self.rank] for item in self.here]
-        self.parts = self._buffer(sum(held))
-        for part, item in zip(torch.split(self.parts, held), self.here, strict=True):
-            if item.value is None:
-                # Read by no function, unless a rank alone passes None: then the result
-                # is NaN, and not that of a matrix with zeros.
-                part.fill_(nan)
-            else:
-                part.copy_(item.value.reshape(-1))
-        self.received = self._buffer(sum(self._from_ranks()))
-        self._send(self.received, self.parts, self._from_ranks(), self._to_owners())
-
-    def compute(self) -> None:
-        """Compute the matrices of this rank, and send the results back."""
-        self._wait()
-        mine = [item for item in self.here if item.owner == self.rank]
-        # NaN for a rank that waits for a result of a matrix which the owner has not.
-        answers = self._buffer(self.received.numel()).fill_(nan)
-        # Pieces lie by rank and, within a rank, by matrix.
-        starts = list(accumulate(self._from_ranks(), initial=0))
-        for item in mine:
-            pieces = [
-                slice(at, at + n) for at, n in zip(starts, item.sizes, strict=False)
-            ]
-            for rank, n in enumerate(item.sizes):
-                starts[rank] += n
-            if item.value is None:
-                continue
-            joined = torch.cat([self.received[piece] for piece in pieces])
-            result = self._apply(item, joined.view(item.ref.slot.shape)).reshape(-1)
-            for piece, part in zip(
-                pieces, torch.split(result, item.sizes), strict=True
-            ):
-                answers[piece] = part
-        # The parts were sent before the results come: the same memory takes both.
-        results = self._buffer(self.parts.numel())
-        self.answers, self.parts = answers, results
-        self._send(results, answers, self._to_owners(), self._from_ranks())
-
-    def end(self, results: list[Tensor | None]) -> None:
-        """Give each parameter its part of the result."""
-        self._wait()
-        # Freed before the results of the replicas need memory.
-        self.received = self.answers = torch.empty(0, device="cpu")
-        for replica in range(self.groups.replicas):
-            items = [item for item in self.items if item.replica == replica]
-            held = [item.sizes[self.rank] for item in items]
-            parts = self.parts if replica == self.replica else self._buffer(sum(held))
-            if self.groups.replicate is not None and any(held):
-                collectives.broadcast(parts, self.groups.replicate, rank=replica)
-            for part, item in zip(torch.split(parts, held), items, strict=True):
-                if item.value is not None:
-                    results[item.at] = part.view(item.value.shape).to(item.value.device)
-
-    def _to_owners(self) -> list[int]:
-        """Return the elements that go from this rank to each owner."""
-        sizes = [0] * self.groups.shard_world_size
-        for item in self.here:
-            sizes[item.owner] += item.sizes[self.rank]
-        return sizes
-
-    def _from_ranks(self) -> list[int]:
-        """Return the elements that this rank, as an owner, gets from each rank."""
-        sizes = [0] * self.groups.shard_world_size
-        for item in self.here:
-            if item.owner == self.rank:
-                sizes = [n + m for n, m in zip(sizes, item.sizes, strict=True)]
-        return sizes
-
-    def _send(
-        self, output: Tensor, pieces: Tensor, theirs: list[int], ours: list[int]
-    ) -> None:
-        """Issue an all-to-all, or copy if each matrix is whole on its owner."""
-        if self.groups.shard is None or not self.is_sent:
-            output.copy_(pieces)
+    held = [item.sizes[me] for item in here]
+    parts, received = buffer(sum(held)), buffer(sum(from_ranks))
+    for part, item in zip(torch.split(parts, held), here, strict=True):
+        if item.value is None:
+            # Read by no function, unless a rank alone passes None: then the result is
+            # NaN, and not that of a matrix with zeros.
+            part.fill_(nan)
         else:
-            self.operation = collectives.all_to_all(
-                output, pieces, (theirs, ours), self.groups.shard, async_op=True
-            )
+            part.copy_(item.value.reshape(-1))
+    sent = _send(received, parts, from_ranks, to_owners, shard)
+    yield
+    _wait(sent)
+    answers = _answers(mine, received, function, shard)
+    # The parts were sent before the results come: the same memory takes both.
+    del parts
+    parts = buffer(sum(held))
+    sent = _send(parts, answers, to_owners, from_ranks, shard)
+    yield
+    _wait(sent)
+    # Freed before the results of the replicas need memory.
+    del received, answers
+    for number in range(groups.replicas):
+        there = [item for item in items if item.replica == number]
+        held = [item.sizes[me] for item in there]
+        values = parts if number == replica else buffer(sum(held))
+        if groups.replicate is not None and any(held):
+            collectives.broadcast(values, groups.replicate, rank=number)
+        for part, item in zip(torch.split(values, held), there, strict=True):
+            if item.value is not None:
+                results[item.at] = part.view(item.value.shape).to(item.value.device)
 
-    def _wait(self) -> None:
-        """Wait for the all-to-all that was issued last."""
-        # Cleared first, so that nothing waits again after an error.
-        operation, self.operation = self.operation, None
-        if operation is not None:
-            operation.wait()
 
-    def _buffer(self, numel: int) -> Tensor:
-        """Return memory on the compute device, from which ``shard`` can send."""
-        return torch.empty(numel, dtype=self.dtype, device=self.device)
+def _send(
+    output: Tensor,
+    pieces: Tensor,
+    theirs: list[int],
+    ours: list[int],
+    shard: dist.ProcessGroup | None,
+) -> Operation | None:
+    """Issue an all-to-all, or copy if each matrix is whole on its owner."""
+    if shard is None:
+        output.copy_(pieces)
+        return None
+    sizes = theirs, ours
+    return collectives.all_to_all(output, pieces, sizes, shard, async_op=True)
 
-    def _apply(self, item: _Item, whole: Tensor) -> Tensor:
-        """Call the function; tell the ranks that wait for this rank if it raises."""
+
+def _wait(operation: Operation | None) -> None:
+    if operation is not None:
+        operation.wait()
+
+
+def _answers(
+    mine: Sequence[_Item],
+    received: Tensor,
+    function: WholeFunction,
+    shard: dist.ProcessGroup | None,
+) -> Tensor:
+    """Compute the matrices of this rank; return the results as the parts have come."""
+    # NaN for a rank that waits for a result of a matrix which the owner has not.
+    answers = torch.full_like(received, nan)
+    # Pieces lie by rank and, within a rank, by matrix.
+    sizes = [
+        n for by_matrix in zip(*[i.sizes for i in mine], strict=True) for n in by_matrix
+    ]
+    pieces, places = torch.split(received, sizes), torch.split(answers, sizes)
+    for at, item in enumerate(mine):
+        if item.value is None:
+            continue
+        own = slice(at, None, len(mine))
+        whole = torch.cat(pieces[own]).view(item.ref.slot.shape)
         name = repr(item.ref.name)
         try:
-            return _call(self.function, whole, item.ref.leaf, self.dtype, name)
+            result = _call(function, whole, item.ref.leaf, whole.dtype, name)
         # Ctrl-C, too: other ranks wait for the result in any case.
         except BaseException as error:
-            text = (
-                f"map_on_owners() for parameter {name} raised on its owner: {error!r}"
-            )
+            text = f"map_on_owners() for parameter {name} raised on its owner: "
             # The other ranks wait in an all-to-all that this rank will not send.
-            for group in self.groups.present:
+            for group in item.ref.handle.groups.present:
                 # A refusal of this package comes on all owners, at the same place.
                 if not isinstance(error, FSDPError):
-                    owes = self.is_sent and group is self.groups.shard
-                    operation_log(group).recorder.raises(text, owes=owes)
+                    told = operation_log(group).recorder
+                    told.raises(f"{text}{error!r}", owes=group is shard)
             raise
+        parts = torch.split(result.reshape(-1), item.sizes)
+        for place, part in zip(places[own], parts, strict=True):
+            place.copy_(part)
+    return answers
 
 
 def _call(

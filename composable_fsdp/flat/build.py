@@ -5,49 +5,38 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from itertools import chain
-from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
 from composable_fsdp.comm.groups import Groups
-from composable_fsdp.flat import part_guards
-from composable_fsdp.flat.build_region import (
-    build_region,
-    fills_of,
-    full_leaves,
-    full_views,
-)
+from composable_fsdp.flat import memory, part_guards
 from composable_fsdp.flat.gather_sources import EncodedShards, Pieces
+from composable_fsdp.flat.gradients import new_shard, shard_views, show_on_leaves
 from composable_fsdp.flat.handle import (
     FlatParamHandle,
     FullForm,
     Guards,
-    LeafMemory,
     ShardWrites,
     UnitLayout,
     remember_leaves,
 )
 from composable_fsdp.flat.memory import GatherSource
-from composable_fsdp.flat.param_form import NO_FORMS, Forms
+from composable_fsdp.flat.param_form import NO_FORMS, Forms, plain_leaves
 from composable_fsdp.flat.region import (
+    FlatGradient,
     FlatParameter,
+    FullBuffer,
+    ReduceBuffer,
     ReduceRule,
     TrainableRegion,
     division,
     no_owner,
 )
-from composable_fsdp.flat.residency import (
-    count_flat_writes,
-    make_readable,
-    unreadable_versions,
-    written,
-)
+from composable_fsdp.flat.residency import unreadable_versions, written
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.unit_plan import Place, UnitPlan
-
-_on_meta = attrgetter("shard.is_meta")
 
 
 def build_handle(
@@ -61,42 +50,35 @@ def build_handle(
     forms: Forms = NO_FORMS,
 ) -> FlatParamHandle:
     """Turn a planned unit into flat buffers and leaves, in the sharded state."""
+    plan, owners = target.plan, target.owners
     made = _make_layout(
-        target.plan,
+        plan,
         target.parameters,
         target.places,
-        target.owners,
+        owners,
         rank=groups.rank,
         device=device,
         sharded=sharded,
         forms=forms,
     )
     # ``copy.deepcopy`` passes rule and guards: modules below may be partly copied.
-    if rule is None:
-        rule = ReduceRule()
     if guarded is None:
-        guarded = part_guards.find_guards(
-            groups, target.owners, target.modules, forms=forms
-        )
+        guarded = part_guards.find_guards(groups, owners, target.modules, forms)
     handle = FlatParamHandle(
         made,
         make_form(made),
         groups=groups,
-        rule=rule,
+        rule=ReduceRule() if rule is None else rule,
         guards=guarded,
         writes=ShardWrites(
-            leaf_memory(made),
             written(made),
-            make_readable,
-            () if made.plan.stays_full else None,
-            steps_per_reduction=int(
-                made.plan.parameter_ranks < made.plan.shard_world_size
-            ),
+            () if plan.stays_full else None,
+            steps_per_reduction=int(plan.parameter_ranks < plan.shard_world_size),
         ),
     )
     set_divisions(handle)
     remember_leaves(handle)
-    part_guards.refuse_removals(handle)
+    part_guards.refuse_removals(owners)
     part_guards.refuse_part_calls(handle)
     return handle
 
@@ -129,8 +111,7 @@ def replace_layout(
     form = make_form(made)
     if form.needs_fill:
         form.arena_slot = handle.form.arena_slot
-    handle.begin_layout(made, form, leaf_memory(made))
-    count_flat_writes(handle)
+    handle.begin_layout(made, form)
     set_divisions(handle)
     remember_leaves(handle)
 
@@ -148,35 +129,32 @@ def _make_layout(
     origin: tuple[RegionLayout, ...] | None = None,
 ) -> UnitLayout:
     """Build the regions of ``plan`` over ``parameters``, which become the leaves."""
-    options = plan.options
-    rows, offload = options.keeps_rows, plan.is_offloaded
     regions = tuple(
         [
-            build_region(
-                layout,
-                leaves,
-                rank=rank,
-                rows=rows,
-                device=device,
-                dtypes=options.dtypes(layout.dtype),
-                offload=offload,
-                sharded=sharded,
-                forms=forms,
-            )
+            _build_region(layout, tuple(leaves), plan, rank, device, sharded, forms)
             for layout, leaves in zip(plan.regions, parameters, strict=True)
         ]
     )
     trainable = tuple([r for r in regions if isinstance(r, TrainableRegion)])
+    by_dtype: dict[torch.dtype, list[TrainableRegion]] = {}
+    for region in trainable:
+        if region.layout.padded_numel:
+            by_dtype.setdefault(region.reduce.buffer.dtype, []).append(region)
+    structure = 0
+    if origin and plan.regions != origin:
+        # Of names and flags, equal on all ranks for equal layouts.
+        members = [(r.trainable, [s.fqns for s in r.parameters]) for r in plan.regions]
+        structure = zlib.crc32(repr(members).encode()) or 1
     return UnitLayout(
         plan,
         origin or plan.regions,
-        0 if not origin or plan.regions == origin else _checksum(plan.regions),
+        structure,
         device,
-        offload=offload,
-        on_meta=any(map(_on_meta, regions)),
+        offload=plan.is_offloaded,
+        on_meta=True in [region.shard.is_meta for region in regions],
         regions=regions,
         trainable=trainable,
-        reduce_groups=_reduced_together(trainable),
+        reduce_groups=tuple(map(tuple, by_dtype.values())),
         places=places,
         owners=owners,
         tables=tuple([owner._parameters for owner in owners]),
@@ -186,47 +164,135 @@ def _make_layout(
     )
 
 
-def leaf_memory(layout: UnitLayout) -> LeafMemory:
-    """Return where the data of every leaf is, for ``shards_are_unchanged``."""
-    here: list[nn.Parameter] = []
-    empty: list[nn.Parameter] = []
-    addresses: list[int] = []
-    for region in layout.regions:
-        begin, size = region.shard.data_ptr(), region.shard.element_size()
-        # From the cuts, which equal units share, and not from each leaf.
-        parts = region.cuts.parts
-        pairs = [*zip(region.leaves, parts, strict=True)]
-        here += [leaf for leaf, (start, stop, _) in pairs if stop > start]
-        # Of fake tensors, ``begin`` is 0 and the address is the offset.
-        addresses += [begin + at * size for start, stop, at in parts if stop > start]
-        empty += [leaf for leaf, (start, stop, _) in pairs if stop == start]
-    # An empty tensor has no address (``data_ptr()`` is 0), so leaves without elements
-    # are compared by their storage.
-    return LeafMemory(
-        tuple(here),
-        tuple(addresses),
-        tuple(empty),
-        # Strong references: if a storage were freed, a new storage could get the same
-        # id.
-        tuple([leaf.untyped_storage() for leaf in empty]),
-    )
+def _build_region(
+    layout: RegionLayout,
+    leaves: tuple[nn.Parameter, ...],
+    plan: UnitPlan,
+    rank: int,
+    device: torch.device,
+    sharded: bool,
+    forms: Forms,
+) -> FlatParameter:
+    """Make ``leaves`` views of a new shard with this rank's part, and all buffers."""
+    dtypes, offload = plan.options.dtypes(layout.dtype), plan.is_offloaded
+    cuts = layout.shard_cuts(rank, rows=plan.options.keeps_rows)
+    if True in [leaf.is_meta for leaf in leaves]:
+        device = torch.device("meta")
+    # The buffers must not be inference tensors, which training could not write to.
+    # No torch.no_grad is needed: the parameters are detached, so autograd records
+    # nothing here.
+    with memory.outside_inference():
+        shard = new_shard(layout.shard_numel, layout.dtype, device, offload=offload)
+        if cuts.cuts.gaps:
+            # A norm over the whole shard must not see undefined padding.
+            shard.zero_()
+        views, _ = shard_views(cuts, shard)
+        for leaf, view, (start, stop, _) in zip(leaves, views, cuts.parts, strict=True):
+            if stop > start and not view.is_meta:
+                own = leaf.data.reshape(-1)
+                view.view(-1).copy_(own if sharded else own[start:stop])
+            if not sharded:
+                # Setting ``.data`` keeps a ``.grad`` of the old shape, which no
+                # optimizer accepts.
+                leaf.grad = None
+            # All empty views have address 0, so only the storage can show that a user
+            # replaced ``.data`` of an empty leaf (``features.changes``).
+            leaf.data = view if stop > start else torch.empty_like(view)
+            # Without ``grad_dtype``, torch refuses a ``.grad`` whose dtype differs
+            # from the parameter's dtype.
+            if dtypes.gradient != view.dtype:
+                leaf.grad_dtype = dtypes.gradient
+        unshown = bytes(len(leaves))
+        region = (TrainableRegion if layout.trainable else FlatParameter)(
+            layout,
+            leaves,
+            shard,
+            _make_full(
+                layout, leaves, shard, dtypes.compute, rank, device, offload, forms
+            ),
+            FlatGradient(dtypes.gradient, unshown, unshown),
+            rank,
+            cuts,
+            device,
+            offload=offload,
+            graded=leaves,
+            show=show_on_leaves,
+        )
+        if isinstance(region, TrainableRegion):
+            buffer = torch.empty(
+                layout.padded_numel, dtype=dtypes.reduce, device=device
+            )
+            parts, gaps = full_views(layout, buffer)
+            number = len(parts)
+            region.reduce = ReduceBuffer(
+                buffer, tuple(parts), gaps, bytearray(number), [None] * number
+            )
+            memory.free(buffer)
+    return region
 
 
-def _checksum(layouts: Sequence[RegionLayout]) -> int:
-    """Return a checksum of names and flags, equal on all ranks for equal layouts."""
-    members = [(r.trainable, [s.fqns for s in r.parameters]) for r in layouts]
-    return zlib.crc32(repr(members).encode()) or 1
+def _make_full(
+    layout: RegionLayout,
+    leaves: tuple[nn.Parameter, ...],
+    shard: Tensor,
+    dtype: torch.dtype,
+    rank: int,
+    device: torch.device,
+    offload: bool,
+    forms: Forms,
+) -> FullBuffer:
+    """Create a full buffer ``(padded_numel,)`` of ``dtype``, and the full leaves."""
+    encoded = layout.wire is not None and layout.padded_numel > 0
+    copied = dtype != layout.dtype or offload
+    # A single rank encodes and decodes, too: numbers must not depend on the ranks.
+    is_own = layout.world_size > 1 or copied or encoded
+    buffer, own_slice = shard, None
+    if is_own:
+        # The caller has left inference mode.
+        buffer = torch.empty(layout.padded_numel, dtype=dtype, device=device)
+    if copied and not encoded:
+        own_slice = buffer.narrow(0, rank * layout.shard_numel, layout.shard_numel)
+    made = full_leaves(layout, full_views(layout, buffer)[0], leaves, forms)
+    if is_own:
+        # Views can be created only while the storage has memory. The views stay valid
+        # when the storage is resized to 0.
+        memory.free(buffer)
+    return FullBuffer(buffer, own_slice, is_own, tuple(made))
 
 
-def _reduced_together(
-    trainable: tuple[TrainableRegion, ...],
-) -> tuple[tuple[TrainableRegion, ...], ...]:
-    """Return the trainable regions with elements, grouped by reduce dtype."""
-    by_dtype: dict[torch.dtype, list[TrainableRegion]] = {}
-    for region in trainable:
-        if region.layout.padded_numel:
-            by_dtype.setdefault(region.reduce.buffer.dtype, []).append(region)
-    return tuple(map(tuple, by_dtype.values()))
+def full_views(
+    layout: RegionLayout, buffer: Tensor
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Split a buffer ``(padded_numel,)`` into views of parameters and of padding."""
+    cuts = layout.cuts
+    # "Unsafe" means that autograd does not know the pieces as views, so each piece has
+    # a version counter of its own: an all-gather into ``full`` does not invalidate
+    # tensors that autograd saved (the gathered values are the same again). A piece also
+    # has no ``_base`` that the garbage collector would have to visit.
+    pieces = buffer.unsafe_split_with_sizes(cuts.sizes)
+    # ``resize_`` gives a piece its shape; a view would be a second tensor, and
+    # ``.data`` of the view a third.
+    parts = [
+        pieces[i] if shape is None else pieces[i].resize_(shape)
+        for i, shape in cuts.parameters
+    ]
+    return parts, tuple([pieces[i] for i in cuts.gaps])
+
+
+def full_leaves(
+    layout: RegionLayout,
+    parts: Sequence[Tensor],
+    leaves: Sequence[nn.Parameter],
+    forms: Forms,
+) -> list[nn.Parameter]:
+    """Return the full leaves of a region, each in the form of its parameter."""
+    if not forms:  # saves a call per parameter
+        return plain_leaves(parts, leaves, trainable=layout.trainable)
+    return [
+        # By index and not by name: a unit may hold a name twice.
+        forms[slot.index].full_leaf(part, leaf, trainable=layout.trainable)
+        for slot, part, leaf in zip(layout.parameters, parts, leaves, strict=True)
+    ]
 
 
 def _placed(
@@ -253,44 +319,34 @@ def make_form(
     if unreadable is None:
         unreadable = unreadable_versions(len(layout.sharded_placed))
     gathering = [r for r in layout.regions if r.full.is_own and r.layout.padded_numel]
+    fulls = [r.full.buffer for r in gathering]
     # The shard itself, if it has the compute dtype and is on the compute device. Else
     # it is first cast or copied into this rank's slice of ``full``, in place.
-    inputs = [_gathered_from(r) for r in gathering]
-    fulls = [r.full.buffer for r in gathering]
-    wires = [r.full.wire for r in gathering]
-    outputs = fulls
-    # The same list without wire formats: a full buffer that is replaced must be
-    # replaced in both.
-    if any(wires):
-        outputs = [
-            wire.buffer if wire else full
-            for wire, full in zip(wires, fulls, strict=True)
-        ]
-        source = EncodedShards()
+    pairs = [(region.full.own_slice, region.shard) for region in gathering]
+    lists = fulls, [shard if own is None else own for own, shard in pairs]
+    fills = tuple([(own, shard) for own, shard in pairs if own is not None])
+    if [region for region in gathering if region.layout.wire]:
+        if not isinstance(source, EncodedShards):
+            source = EncodedShards(gathering)
+        lists = source.lists
     elif source is None and layout.plan.piece_ranks and not layout.on_meta:
         source = Pieces(layout.plan, gathering)
-    leaves = [r.full.leaves for r in layout.regions]
-    placed = _placed(layout.regions, layout.places, leaves)
+    if isinstance(source, Pieces):
+        fills = source.fills
+    placed = _placed(
+        layout.regions, layout.places, [r.full.leaves for r in layout.regions]
+    )
     swaps = zip(layout.tables, layout.keys, layout.sharded_placed, placed, strict=True)
     return FullForm(
         placed,
         tuple(swaps),
-        (outputs, inputs),
+        lists,
         fulls,
-        source.fills if isinstance(source, Pieces) else fills_of(gathering),
+        fills,
         bool(gathering),
         unreadable,
         source=source,
     )
-
-
-def _gathered_from(region: FlatParameter) -> Tensor:
-    """Return the input of the region's all-gather."""
-    full = region.full
-    # In place, as with a cast: the input is a slice of the output.
-    if full.wire is not None:
-        return full.wire.own
-    return region.shard if full.own_slice is None else full.own_slice
 
 
 def set_divisions(handle: FlatParamHandle) -> None:

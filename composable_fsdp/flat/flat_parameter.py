@@ -16,33 +16,26 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat.gradients import (
-    are_cleared,
     gradient_views,
-    new_shard,
     note_shown,
     own_gradients,
     ready_gradient,
-    shard_views,
     show_on_flat,
     views_are_intact,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter, grad_of
-from composable_fsdp.flat.residency import count_flat_writes
 from composable_fsdp.planning.layout import RegionLayout
 
 
 class FlatParamRecord(weakref.ref[FlatParamHandle]):
     """The record of a flat parameter; a weak reference to the unit's handle."""
 
-    __slots__ = ("key", "layout", "parameter", "rank", "region")
-    key: int
-    """``id(parameter)``, the key in ``FLAT_PARAMS``."""
+    __slots__ = ("layout", "parameter", "region")
     parameter: nn.Parameter
     """Kept alive, so that its id is not given to another tensor."""
     layout: RegionLayout
     """Layout of the region that ``parameter`` was bound to last."""
-    rank: int
     region: FlatParameter | None
     """The region, or ``None`` after ``parameter`` was retired."""
 
@@ -62,30 +55,10 @@ def flat_of(handle: FlatParamHandle, region: FlatParameter) -> nn.Parameter:
     """Return the region's flat parameter, which takes over gradients of the leaves."""
     if region.flat is None:
         with torch.inference_mode(False), torch.no_grad():
-            flat = nn.Parameter(region.shard)
-            rebind_flat_parameter(handle, region, flat)
-            if not are_cleared(region.leaves):
-                flat.grad = _taken_from_leaves(region)
+            rebind_flat_parameter(handle, region, nn.Parameter(region.shard))
+            add_own_gradients(handle, region)
     assert region.flat is not None
     return region.flat
-
-
-def _taken_from_leaves(region: FlatParameter) -> Tensor:
-    """Return the gradients of the leaves as one, of which these have none any more."""
-    # In memory of its own: a user may hold the gradients, and a reduction may be
-    # writing into the flat gradient.
-    taken = new_shard(
-        region.layout.shard_numel,
-        region.gradient.dtype,
-        region.device,
-        offload=region.offload,
-    ).zero_()
-    views, _ = shard_views(region.cuts, taken)
-    for leaf, view in zip(region.leaves, views, strict=True):
-        if leaf.grad is not None and view.numel():
-            view.copy_(leaf.grad)
-        leaf.grad = None
-    return taken
 
 
 def rebind_flat_parameter(
@@ -107,10 +80,9 @@ def rebind_flat_parameter(
     region.flat, region.show = flat, show_on_flat
     region.graded = (flat, *region.leaves)
     region.holders = (flat, *region.holders)
-    count_flat_writes(handle)
+    handle.writes.flat_parameters = (*handle.writes.flat_parameters, flat)
     known = FlatParamRecord(handle, _forget)
-    known.key, known.parameter, known.region = id(flat), flat, region
-    known.layout, known.rank = region.layout, region.rank
+    known.parameter, known.region, known.layout = flat, region, region.layout
     FLAT_PARAMS[id(flat)] = known
 
 
@@ -118,16 +90,15 @@ def _forget(known: weakref.ref[FlatParamHandle]) -> None:
     """Weak reference callback: delete the record of a unit that was deleted."""
     assert isinstance(known, FlatParamRecord)
     # A rebound flat parameter has a newer record under the same key.
-    if FLAT_PARAMS.get(known.key) is known:
-        del FLAT_PARAMS[known.key]
+    if FLAT_PARAMS.get(id(known.parameter)) is known:
+        del FLAT_PARAMS[id(known.parameter)]
 
 
 def rebind_flat_parameters(
     handle: FlatParamHandle, before: Iterable[FlatParameter]
-) -> bool:
+) -> None:
     """Bind flat parameters of the old regions ``before`` to the unit's new regions."""
     regions = {_identity(region): region for region in handle.layout.regions}
-    retired = False
     for old in before:
         flat = old.flat
         if flat is None:
@@ -137,16 +108,12 @@ def rebind_flat_parameters(
             rebind_flat_parameter(handle, region, flat)
             continue
         # The optimizer must not step on this parameter again: the gradients go back to
-        # the leaves, and the data becomes empty below.
-        retired = True
+        # the leaves, and the data becomes empty. ``clone``, because the empty slice
+        # would keep the memory of the former shard alive.
         for leaf, gradient in zip(old.leaves, leaf_gradients(old), strict=True):
             leaf.grad = gradient
-        known = FLAT_PARAMS[id(flat)]
-        # ``clone``, because the empty slice would keep the memory of the former shard
-        # alive.
-        known.region = flat.grad = None
+        FLAT_PARAMS[id(flat)].region = flat.grad = None
         flat.data = flat.data[:0].clone()
-    return retired
 
 
 def _identity(region: FlatParameter) -> tuple[object, ...]:
@@ -228,15 +195,6 @@ def move_own_gradients(flats: Iterable[FlatParamRecord]) -> None:
         handle = flat()
         if handle is not None and flat.region is not None:
             add_own_gradients(handle, flat.region)
-
-
-def move_gradients_in(handles: Iterable[FlatParamHandle]) -> None:
-    """Call ``add_own_gradients`` for each region of the units, when a backward ends."""
-    if FLAT_PARAMS:
-        for handle in handles:
-            for region in handle.layout.trainable:
-                if region.flat is not None:
-                    add_own_gradients(handle, region)
 
 
 def _hold(handle: FlatParamHandle, region: FlatParameter) -> None:

@@ -30,7 +30,6 @@ from composable_fsdp.comm.device import Waitable, copy_async, outside_transforms
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.operations import Operation
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.build_region import fills_of
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.memory import GatherSource
 from composable_fsdp.flat.region import FlatParameter
@@ -42,94 +41,99 @@ from composable_fsdp.planning.unit_plan import UnitPlan
 class EncodedShards(GatherSource):
     """The source of all-gathers of a unit with wire formats."""
 
-    __slots__ = ()
+    __slots__ = ("_coded", "kept", "lists")
 
+    def __init__(self, regions: Sequence[FlatParameter]) -> None:
+        outputs = [region.full.buffer for region in regions]
+        inputs = [region.shard for region in regions]
+        self._coded: list[tuple[int, FlatParameter]] = []
+        """The regions with a wire format, and their places in ``lists``."""
+        for at, region in enumerate(regions):
+            layout, own = region.layout, region.full.own_slice
+            if layout.wire is not None:
+                # Bytes of all ranks, in rank order, with this rank's slice.
+                outputs[at] = memory.new_buffer(
+                    layout.wire_nbytes, torch.uint8, region.device
+                )
+                with memory.outside_inference():
+                    own = outputs[at].chunk(layout.world_size)[region.rank]
+                memory.free(outputs[at])
+                self._coded.append((at, region))
+            if own is not None:
+                inputs[at] = own
+        self.kept = outputs
+        self.lists = outputs, inputs
+        """``FullForm.gather_lists``."""
+
+    # ``torch.func.vjp`` in a forward refuses writes to tensors from outside of it.
+    @outside_transforms
+    @torch.no_grad()
     def fill(
         self, context: Any, handle: FlatParamHandle
     ) -> tuple[list[Tensor], GroupRef | None]:
         """Encode the shards."""
-        _encode_shards(handle)
+        outputs, inputs = self.lists
+        for at, region in self._coded:
+            layout = region.layout
+            assert layout.wire is not None
+            memory.allocate(outputs[at])
+            # An offloaded shard is encoded on the device, which is faster.
+            shard = region.shard.to(region.device, non_blocking=True)
+            layout.wire.encode(shard, inputs[at], layout.wire_layout, region.rank)
         for own_slice, shard in handle.form.fills:
             copy_async(own_slice, shard)
-        return handle.form.gather_lists[1], handle.groups.shard_ref
+        return inputs, handle.groups.shard_ref
 
     def landing(
         self, handle: FlatParamHandle, work: Waitable | None
     ) -> Waitable | None:
         """Decode when ``work`` has ended: now if it is None, else at the wait."""
         if work is not None:
-            return _Decoding(handle, work)
+            return _Decoding(self, work)
         # On CUDA on the stream of the all-gather, whose event covers the decoding.
-        _decode_full(handle)
+        self.decode()
         return None
+
+    @outside_transforms
+    @torch.no_grad()
+    def decode(self) -> None:
+        """Fill the full buffers from the encoded values, and free these."""
+        for at, region in self._coded:
+            layout = region.layout
+            assert layout.wire is not None
+            # Autograd saves views of ``full`` only from here on (``make_readable``), so
+            # these writes invalidate no saved tensor.
+            layout.wire.decode(
+                self.lists[0][at], region.full.buffer, layout.wire_layout
+            )
+            memory.free(self.lists[0][at])
 
     def leave(self, handle: FlatParamHandle) -> None:
         """Give the encoded values other memory, but none until the next encoding."""
-        # The backend writes into the encoded values alone.
-        gathered = handle.form.gather_lists[0]
-        for region in handle.layout.regions:
-            wire = region.full.wire
-            if wire is not None and memory.is_allocated(wire.buffer):
-                fresh = memory.leave(wire.buffer, [wire.own])
-                memory.free(fresh)
-                old, wire.buffer = wire.buffer, fresh
-                gathered[:] = [fresh if each is old else each for each in gathered]
+        outputs, inputs = self.lists
+        for at, _ in self._coded:
+            if memory.is_allocated(outputs[at]):
+                outputs[at] = memory.leave(outputs[at], [inputs[at]])
+                memory.free(outputs[at])
 
     def before_free(self, handle: FlatParamHandle) -> None:
         """Free the encoded values, which have memory if the all-gather has raised."""
-        _free_encoded(handle)
-
-
-# ``torch.func.vjp`` in a forward refuses writes to tensors from outside of it.
-@outside_transforms
-@torch.no_grad()
-def _encode_shards(handle: FlatParamHandle) -> None:
-    """Write the shards of regions with a wire format into this rank's slices."""
-    for region in handle.layout.regions:
-        wire, layout = region.full.wire, region.layout
-        if wire is None:
-            continue
-        assert layout.wire is not None
-        memory.allocate(wire.buffer)
-        # An offloaded shard is encoded on the device, which is faster than the host.
-        shard = region.shard.to(region.device, non_blocking=True)
-        layout.wire.encode(shard, wire.own, layout.wire_layout, region.rank)
+        for at, _ in self._coded:
+            memory.free(self.lists[0][at])
 
 
 class _Decoding:
     """An all-gather of encoded values; the wait also decodes."""
 
-    __slots__ = ("_handle", "_work")
+    __slots__ = ("_source", "_work")
 
-    def __init__(self, handle: FlatParamHandle, work: Waitable) -> None:
-        self._handle, self._work = handle, work
+    def __init__(self, source: EncodedShards, work: Waitable) -> None:
+        self._source, self._work = source, work
 
     def wait(self) -> None:
         """Wait for the all-gather, and fill the full buffers."""
         self._work.wait()
-        _decode_full(self._handle)
-
-
-@outside_transforms
-@torch.no_grad()
-def _decode_full(handle: FlatParamHandle) -> None:
-    """Fill the full buffers from the encoded values, and free these."""
-    for region in handle.layout.regions:
-        wire, layout = region.full.wire, region.layout
-        if wire is None:
-            continue
-        assert layout.wire is not None
-        # Autograd saves views of ``full`` only from here on (``make_readable``), so
-        # these writes invalidate no saved tensor.
-        layout.wire.decode(wire.buffer, region.full.buffer, layout.wire_layout)
-    _free_encoded(handle)
-
-
-def _free_encoded(handle: FlatParamHandle) -> None:
-    """Free the encoded values of a unit, if it has any."""
-    for region in handle.layout.regions:
-        if region.full.wire is not None:
-            memory.free(region.full.wire.buffer)
+        self._source.decode()
 
 
 class Pieces(GatherSource):
@@ -169,7 +173,14 @@ class Pieces(GatherSource):
             if region.full.own_slice is not None:
                 with memory.outside_inference():
                     self._inputs[-1] = buffer[own * numel : (own + 1) * numel]
-        self.fills = fills_of(regions, self._inputs if self.at_rest else None)
+        into = self._inputs if self.at_rest else [r.full.own_slice for r in regions]
+        self.fills = tuple(
+            [
+                (own, region.shard)
+                for own, region in zip(into, regions, strict=True)
+                if own is not None and region.full.own_slice is not None
+            ]
+        )
         """``FullForm.fills``: into the pieces if these stay, else into ``full``."""
         # Only now: views can be created while a storage has memory.
         for buffer in self.kept:

@@ -33,7 +33,7 @@ def new_shard(
 ) -> Tensor:
     """Create an uninitialised buffer ``(numel,)`` on the device of the shards."""
     if not offload or device.type == "meta":
-        return memory.new_buffer(numel, dtype, device)
+        return torch.empty(numel, dtype=dtype, device=device)
     # Copies between host and device are asynchronous only if the host memory is pinned.
     pinned = device.type == "cuda"
     return memory.new_buffer(numel, dtype, torch.device("cpu"), pinned=pinned)
@@ -53,30 +53,6 @@ def shard_views(
     return parts, tuple([pieces[i] for i in cuts.gaps])
 
 
-def make_grad_shard(region: FlatParameter) -> None:
-    """Create the flat gradient ``(shard_numel,)`` (values undefined) and its views."""
-    # Called by reductions and not at build: between build and backward the memory is
-    # free for optimizer state and activations.
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            make_grad_shard(region)
-        return
-    gradient, numel = region.gradient, region.layout.shard_numel
-    if region.offload:
-        shard = new_shard(numel, gradient.dtype, region.device, offload=True)
-    else:
-        # Runs once per step and unit; inlined to save a function call.
-        shard = torch.empty(numel, dtype=gradient.dtype, device=region.device)
-    if gradient.keeps_empty:
-        gradient.views = tuple(gradient_views(region, shard))
-    else:
-        # As ``gradient_views``, but without pieces of padding and of absent leaves.
-        views = [p if p is None else shard.as_strided(*p) for p in region.cuts.places]
-        gradient.views = tuple(views)
-    gradient.shown = gradient.unshown
-    gradient.shard = shard
-
-
 def gradient_views(region: FlatParameter, base: Tensor) -> list[Tensor | None]:
     """Return ``.grad`` of each leaf as a view of ``base``, None of an absent one."""
     shown: list[Tensor | None] = [*shard_views(region.cuts, base)[0]]
@@ -87,25 +63,40 @@ def gradient_views(region: FlatParameter, base: Tensor) -> list[Tensor | None]:
     return shown
 
 
-def _gaps(region: FlatParameter) -> tuple[Tensor, ...]:
-    """Return views of the padding in the flat gradient."""
-    shard = region.gradient.shard
-    if shard is None or not region.cuts.cuts.gaps:
-        return ()
-    return shard_views(region.cuts, shard)[1]
+def _zero_padding(region: FlatParameter) -> None:
+    """Zero the padding in the flat gradient."""
+    # If a user multiplies a whole gradient by a factor (0 times inf is NaN), the result
+    # must not remain in the padding.
+    if region.cuts.cuts.gaps and region.gradient.shard is not None:
+        torch._foreach_zero_(shard_views(region.cuts, region.gradient.shard)[1])
 
 
 def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
     """Create the flat gradient, unless leaves show parts of the existing one."""
+    # At reductions and not at build: between build and backward the memory is free for
+    # optimizer state and activations.
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            ready_gradient(region, settled=settled)
+        return
+    gradient = region.gradient
     # In the steady state the forward has released the flat gradient (``free_cleared``),
     # and the leaves are not examined.
-    may_go = region.gradient.shard is not None and settled and not region.host_copies
+    may_go = gradient.shard is not None and settled and not region.host_copies
     # A new flat gradient, and not the old memory: a user who kept a reference to an old
     # ``.grad`` must keep the values, as with plain autograd.
     if may_go and (are_cleared(region.holders) or not views_are_intact(region)):
         _free_gradient(region)
-    if region.gradient.shard is None:
-        make_grad_shard(region)
+    if gradient.shard is None:
+        numel, device = region.layout.shard_numel, region.device
+        shard = new_shard(numel, gradient.dtype, device, offload=region.offload)
+        if gradient.keeps_empty:
+            gradient.views = gradient_views(region, shard)
+        else:
+            # The same, but without pieces of padding and of absent leaves.
+            places = region.cuts.places
+            gradient.views = [each and shard.as_strided(*each) for each in places]
+        gradient.shard, gradient.shown = shard, gradient.unshown
 
 
 def views_are_intact(region: FlatParameter) -> bool:
@@ -143,7 +134,7 @@ def are_cleared(leaves: Sequence[nn.Parameter]) -> bool:
 def _free_gradient(region: FlatParameter) -> None:
     """Drop the flat gradient and its views, but free no memory that a user holds."""
     region.gradient.shard = None
-    region.gradient.views = ()
+    region.gradient.views = []
 
 
 def add_to_all(region: FlatParameter, sums: Tensor) -> bool:
@@ -161,10 +152,7 @@ def add_to_all(region: FlatParameter, sums: Tensor) -> bool:
         return True
     if not all(map(is_, map(grad_of, region.leaves), gradient.views)):
         return False
-    # If a user multiplies a whole gradient by a factor (0 times inf is NaN), the result
-    # must not remain in the padding.
-    if gaps := _gaps(region):
-        torch._foreach_zero_(gaps)
+    _zero_padding(region)
     gradient.shard.add_(sums)
     return True
 
@@ -194,14 +182,14 @@ def own_gradients(region: FlatParameter) -> None:
     if earlier is not region.gradient.shard:
         # A user may hold a view, whose values must not change.
         if 1 in region.gradient.shown:
-            make_grad_shard(region)
+            _free_gradient(region)
+            ready_gradient(region)
         assert region.gradient.shard is not None
         if earlier is None:
             region.gradient.shard.zero_()
         else:
             region.gradient.shard.copy_(earlier)
-    if gaps := _gaps(region):
-        torch._foreach_zero_(gaps)
+    _zero_padding(region)
 
 
 def show_on_leaves(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -63,7 +63,6 @@ class FullForm:
     placed: tuple[nn.Parameter, ...]
     """The full leaf of each place."""
     swaps: tuple[Swap, ...]
-    """Each place, for the loops of a step."""
     gather_lists: tuple[list[Tensor], list[Tensor]]
     """The outputs and the inputs of the all-gather, of each region with elements:
     ``full`` and the shard or this rank's slice of ``full``, or encoded values."""
@@ -73,20 +72,18 @@ class FullForm:
     """Pairs (this rank's slice of ``full``, shard) to copy before the all-gather."""
     needs_fill: bool
     """Whether any region has a ``full`` buffer of its own that must be filled."""
-    # Version counters decide which leaves autograd may read (``flat.residency``).
     unreadable: tuple[int, ...]
-    """Versions of the leaves in ``placed`` while autograd must not read the leaves."""
+    """Versions of ``placed`` while autograd must not read them (``flat.residency``)."""
     readable: tuple[int, ...] | None = None
     """The same while autograd may read the leaves; ``None`` while it must not."""
     handed: Callable[[FlatParamHandle], bool] | None = None
     """Called by the reshard if a user got the full leaves; returns whether their memory
     must stay, because a graph reads leaves that the user has kept."""
-    # Strong references: a parameter holds its AccumulateGrad node only weakly.
     accumulators: tuple[Any, ...] = ()
-    """AccumulateGrad nodes of the trainable full leaves."""
+    """AccumulateGrad nodes of the trainable full leaves, which hold them weakly."""
     arena_slot: Any = None
     """Where the full leaves lie, if not in storages of their own: in a ``Slot`` of an
-    arena (``features.arena.slot``), which units use in turn."""
+    arena (``features.arena``), which units use in turn."""
     source: GatherSource | None = None
     """What an all-gather reads, if not the shards or this rank's slices."""
 
@@ -96,10 +93,8 @@ class BackwardProgress:
     """How far a graph task is in a unit. Each graph task has an object of its own."""
 
     task: int
-    """The graph task that has reached the unit; ``NO_TASK`` outside backward."""
     pending: int = 0
-    """Full leaves whose gradient is still to come in ``task``. Negative if a gradient
-    arrived without a pre-backward: only the end of the graph task reduces then."""
+    """Full leaves whose hook has not run in ``task``, also of those it will not run."""
     retained: bool = False
     """Whether the backward builds a graph, so that the unit stays full."""
     open_calls: int = 0
@@ -137,21 +132,17 @@ class UnitLayout:
     """Whether the shards are on the meta device and have no values yet."""
     regions: tuple[FlatParameter, ...]
     trainable: tuple[TrainableRegion, ...]
-    """Regions whose parameters have gradients."""
     reduce_groups: tuple[tuple[TrainableRegion, ...], ...]
     """Trainable regions with elements, grouped by reduce dtype."""
-    # The fields from here on, and ``FullForm.placed``, are aligned by place: parallel
-    # tuples, because the garbage collector would visit each of many records.
+    # Aligned by place, as ``FullForm.placed``: parallel tuples, because the garbage
+    # collector would visit each of many records. A tied parameter has several places.
     places: tuple[Place, ...]
-    """Every place of every parameter; a tied parameter has several."""
     owners: tuple[nn.Module, ...]
-    """The module of each place."""
     tables: tuple[Table, ...]
-    """``module._parameters`` of each place."""
+    """``module._parameters`` of each owner."""
     keys: tuple[str, ...]
     """The key of each place in its table."""
     sharded_placed: tuple[nn.Parameter, ...]
-    """The sharded leaf of each place."""
     forms: Forms
     """The forms of the parameters that compute sees as another class."""
 
@@ -162,11 +153,27 @@ class LeafMemory(NamedTuple):
     leaves: tuple[nn.Parameter, ...]
     """Sharded leaves with elements on this rank."""
     addresses: tuple[int, ...]
-    """The expected ``data_ptr()`` of each leaf in ``leaves``, in the shard."""
+    """The ``data_ptr()`` of each of ``leaves``, in the shard."""
     empty: tuple[nn.Parameter, ...]
-    """Sharded leaves without elements on this rank."""
+    """Sharded leaves without elements on this rank, which have no address."""
     storages: tuple[torch.UntypedStorage, ...]
-    """The storage of each leaf in ``empty``, of its own, to detect other ``.data``."""
+    """The storage of each of ``empty``, of its own: kept, so that its id is."""
+
+
+def leaf_memory(layout: UnitLayout) -> LeafMemory:
+    """Return where the data of every leaf is, for ``shards_are_unchanged``."""
+    here: list[nn.Parameter] = []
+    empty: list[nn.Parameter] = []
+    addresses: list[int] = []
+    for region in layout.regions:
+        begin, size = region.shard.data_ptr(), region.shard.element_size()
+        pairs = [*zip(region.leaves, region.cuts.parts, strict=True)]
+        here += [leaf for leaf, (start, stop, _) in pairs if stop > start]
+        # From the cuts: of fake tensors ``begin`` is 0, and the address the offset.
+        addresses += [begin + at * size for _, (i, stop, at) in pairs if stop > i]
+        empty += [leaf for leaf, (start, stop, _) in pairs if stop == start]
+    storages = tuple([leaf.untyped_storage() for leaf in empty])
+    return LeafMemory(tuple(here), tuple(addresses), tuple(empty), storages)
 
 
 Guards = tuple[OrderedDict[int, Any], ...]
@@ -177,12 +184,8 @@ NO_PATHS: Mapping[int, str] = MappingProxyType({})
 class ShardWrites:
     """How changes of a unit's shards are noticed that the unit has not made itself."""
 
-    memory: LeafMemory
     at_build: int
     """Sum of the version counters of the sharded leaves at build; -1 if on meta."""
-    make_readable: Callable[[FlatParamHandle], None]
-    """Allows autograd to read the full leaves: ``flat.residency.make_readable``, or its
-    counterpart for a unit with ``flat_parameters``."""
     gathered_at: tuple[int, ...] | None = None
     """``flat.residency.shard_versions`` at the last all-gather, which show later
     writes. Empty before the first; ``None`` as long as the unit is never kept full."""
@@ -193,6 +196,7 @@ class ShardWrites:
     on all ranks. A write shows on ranks with elements alone, as does ``.grad``."""
     flat_parameters: tuple[nn.Parameter, ...] = ()
     """Flat parameters of the regions for which ``flat_of`` created a flat parameter."""
+    memory: LeafMemory = field(init=False)
 
 
 @dataclass(slots=True)
@@ -216,29 +220,6 @@ class ReductionProgress:
 class FlatParamHandle:
     """The flat buffers of a unit, and the unit's state."""
 
-    __slots__ = (
-        "__weakref__",
-        "backward",
-        "block_leaves",
-        "calls",
-        "events",
-        "form",
-        "full_fqn",
-        "groups",
-        "guards",
-        "kept_for_backward",
-        "kept_for_forward",
-        "layout",
-        "logs",
-        "paths",
-        "phase",
-        "ready",
-        "reduction",
-        "residency",
-        "rule",
-        "writes",
-    )
-
     def __init__(
         self,
         layout: UnitLayout,
@@ -258,32 +239,26 @@ class FlatParamHandle:
         self.logs = NO_LOGS
         """The order logs; assigned by lazy initialization."""
         self.guards = guards
-        """Tables of forward pre-hooks, one per part of the unit: they refuse calls of
-        the parts while the unit is sharded (``part_guards``)."""
+        """Tables of forward pre-hooks, one per part of the unit (``part_guards``)."""
         # ``Any``: the class is in a higher layer.
         self.calls: list[Any] = []
         """The ``UnitForward`` of each running forward of the unit, outermost first."""
         self.writes = writes
-        self.begin_layout(layout, form, writes.memory)
+        self.begin_layout(layout, form)
 
-    def begin_layout(
-        self, layout: UnitLayout, form: FullForm, memory: LeafMemory
-    ) -> None:
+    def begin_layout(self, layout: UnitLayout, form: FullForm) -> None:
         """Make ``layout`` the unit's layout; the unit is sharded and between steps."""
         self.layout = layout
-        if self.rule.keeps_empty:
-            for region in layout.trainable:
-                region.gradient.keeps_empty = True
+        for region in layout.trainable if self.rule.keeps_empty else ():
+            region.gradient.keeps_empty = True
         self.form = form
         """The full buffers and leaves; replaced if the leaves must be new ones."""
         self.phase = Phase.IDLE
-        """The state of the unit in the step (``phases``)."""
         self.residency = Residency.SHARDED
         """Where the full parameters are. Only ``flat.residency`` writes the field."""
         self.ready: Waitable | None = None
         """The pending all-gather, or ``None`` if no all-gather is pending."""
         self.backward = NO_BACKWARD
-        """Progress of the backward that has reached the unit, else ``NO_BACKWARD``."""
         self.kept_for_backward = False
         """Whether ``full`` stays allocated until the end of the next backward
         (``create_graph=True``), or of a call (``call_where``)."""
@@ -294,7 +269,8 @@ class FlatParamHandle:
         """The full parameters that ``unshard_params`` shows, after the first block."""
         self.reduction = ReductionProgress()
         self.events = make_events(layout.device)
-        self.writes.memory, self.writes.steps = memory, 0
+        self.writes.memory, self.writes.steps = leaf_memory(layout), 0
+        self.writes.flat_parameters = ()
 
     @property
     def is_full(self) -> bool:
@@ -308,8 +284,7 @@ class FlatParamHandle:
     def leaves(self) -> tuple[nn.Parameter, ...]:
         """The sharded leaves, which are the original parameters, in region order."""
         regions = self.layout.regions
-        # Equal units usually have a single region, whose tuple serves as it is.
-        if len(regions) == 1:
+        if len(regions) == 1:  # as most have
             return regions[0].leaves
         return tuple(chain.from_iterable([region.leaves for region in regions]))
 
@@ -326,13 +301,8 @@ class FlatParamHandle:
     @property
     def _shard_param_indices(self) -> tuple[int, ...]:
         """Indices into ``_fqns`` of the parameters with elements on this rank."""
-        # The interval is empty if this rank holds no element of the parameter.
-        spans = [
-            r.layout.interval(slot, r.rank)
-            for r in self.layout.regions
-            for slot in r.layout.parameters
-        ]
-        return tuple(i for i, (start, stop) in enumerate(spans) if stop > start)
+        parts = chain.from_iterable([r.cuts.parts for r in self.layout.regions])
+        return tuple(i for i, (start, stop, _) in enumerate(parts) if stop > start)
 
     @property
     def data_ranks(self) -> int:
@@ -377,8 +347,7 @@ def _forget(link: weakref.ref[FlatParamHandle]) -> None:
     """Weak reference callback: delete the leaves of a handle that was deleted."""
     assert isinstance(link, _LeavesOf)
     for key in link.indices:
-        # A rebuilt unit may have registered the same leaf again, with another
-        # reference.
+        # A rebuilt unit may have registered the same leaf again.
         if LEAVES.get(key) is link:
             del LEAVES[key]
 
@@ -388,7 +357,7 @@ def forget_leaves(handle: FlatParamHandle) -> None:
     for leaf in handle.leaves:
         link = LEAVES.get(id(leaf))
         if link is not None and link() is handle:
-            del LEAVES[id(leaf)]
+            _forget(link)
 
 
 def find_leaf(parameter: Any) -> tuple[FlatParamHandle, int] | None:

@@ -7,15 +7,12 @@ forward (``nn.ParameterList``), the module that reads it is the part.
 
 While the unit is sharded, each part has a forward pre-hook that refuses the call. So a
 step pays for a table entry per part and for no call, and inside the unit's forward
-torch sees no hook that would keep ``nn.TransformerEncoderLayer`` from its fast path::
-
-    use_sharded    hooks[REFUSE] = refuse_part      for hooks in handle.guards
-    use_full       del hooks[REFUSE]
+torch sees no hook that would keep ``nn.TransformerEncoderLayer`` from its fast path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +21,8 @@ from torch import nn
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle, Guards
-from composable_fsdp.flat.param_form import NO_FORMS, Forms
-from composable_fsdp.flat.param_ref import find_param, place_path
+from composable_fsdp.flat.param_form import Forms
+from composable_fsdp.flat.param_ref import ParamRef, find_param, place_path
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.walk import has_forward
@@ -38,8 +35,7 @@ def find_guards(
     groups: Groups,
     owners: Sequence[nn.Module],
     modules: Sequence[nn.Module],
-    *,
-    forms: Forms = NO_FORMS,
+    forms: Forms,
 ) -> Guards:
     """Return the tables of pre-hooks of a unit's parts, without refusals."""
     if groups.world_size == 1 and not forms:
@@ -48,8 +44,13 @@ def find_guards(
     without = {key for key, owner in parts.items() if not has_forward(owner)}
     if without:
         parts = {key: each for key, each in parts.items() if key not in without}
-        for module in modules:
-            parts.update(_readers(module, without))
+        parts |= {
+            id(each): each
+            for module in modules
+            for each in walk.modules(module)
+            if has_forward(each)
+            and any(id(holder) in without for _, holder in _read_by(each))
+        }
     for module in modules:
         parts.pop(id(module), None)
     # Torch annotates the tables as dicts, and creates each as an OrderedDict.
@@ -57,22 +58,13 @@ def find_guards(
     return tuple(tables)
 
 
-def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
-    """Return the nearest modules with a forward around each container, by id."""
-    found: dict[int, nn.Module] = {}
-    # A walk of its own: a module is entered once for each reader above the module.
-    seen: set[tuple[int, int]] = set()
-    waiting = [(root, root)]
-    while waiting:
-        module, reader = waiting.pop()
-        if has_forward(module):
-            reader = module
-        elif id(module) in without:
-            found[id(reader)] = reader
-        if (id(module), id(reader)) not in seen:
-            seen.add((id(module), id(reader)))
-            waiting.extend((child, reader) for child in walk.children(module))
-    return found
+def _read_by(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield ``module``, and containers without a forward in it, with their paths."""
+    return walk.named(
+        module,
+        enter=lambda each: each is module or not has_forward(each),
+        every_path=True,
+    )
 
 
 def refuse_part_calls(handle: FlatParamHandle) -> None:
@@ -88,15 +80,13 @@ def refuse_part_calls(handle: FlatParamHandle) -> None:
 
 def allow_part_calls(handle: FlatParamHandle) -> None:
     """Remove the refusal from the unit's parts, for a forward."""
-    # A user may have cleared the hooks of a module.
     for hooks in handle.guards:
-        if REFUSE in hooks:
-            del hooks[REFUSE]
+        hooks.pop(REFUSE, None)  # a user may have cleared the hooks of a module
 
 
-def refuse_removals(handle: FlatParamHandle) -> None:
-    """Refuse ``remove_weight_norm`` and its like, which compute with sharded rows."""
-    for owner in handle.layout.owners:
+def refuse_removals(owners: Sequence[nn.Module]) -> None:
+    """Refuse ``remove_weight_norm`` and its like, which read beyond sharded rows."""
+    for owner in owners:
         hooks = owner._forward_pre_hooks
         for hook in hooks.values() if hooks else ():
             # Torch undoes its reparametrizations by a method of their pre-hooks.
@@ -106,12 +96,10 @@ def refuse_removals(handle: FlatParamHandle) -> None:
 
 def _refuse_removal(module: nn.Module) -> None:
     """Stand in for ``WeightNorm.remove``. Raises: PhaseError."""
-    refs = [ref for p in module.parameters(recurse=False) if (ref := find_param(p))]
-    part = f" of unit {refs[0].handle.name}" if refs else ""
     raise PhaseError(
-        f"A reparametrization of {type(module).__name__}{part} was to be removed "
-        "(remove_weight_norm, remove_spectral_norm, prune.remove), which would compute "
-        "with this rank's rows and change the parameters of the unit. Remove it before "
+        f"A reparametrization of {type(module).__name__}, which is in a fully sharded "
+        "module, was to be removed (remove_weight_norm, remove_spectral_norm, "
+        "prune.remove): that would compute with this rank's rows. Remove it before "
         "fully_shard."
     )
 
@@ -122,14 +110,9 @@ def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
     Raises: PhaseError, if a parameter of the part, or of a container without a forward
     in it, is cut, or is a full one whose gradient would not be averaged.
     """
-    holders = walk.named(
-        module,
-        enter=lambda each: each is module or not has_forward(each),
-        every_path=True,
-    )
     # The unit is found through the parameters and not through a closure, so that a
     # copied or pickled module may keep the hook.
-    for path, holder in holders:
+    for path, holder in _read_by(module):
         for key, parameter in holder._parameters.items():
             found = find_param(parameter)
             if found is None or parameter is None:
@@ -139,26 +122,25 @@ def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
                 trains = torch.is_grad_enabled() and parameter.requires_grad
                 if not trains or found.handle.data_ranks == 1:
                     continue
-            raise _refusal(found.handle, module, path, holder, key)
+            raise _refusal(found, module, path, holder, key)
 
 
 def _refusal(
-    handle: FlatParamHandle, module: nn.Module, path: str, holder: nn.Module, key: str
+    ref: ParamRef, module: nn.Module, path: str, holder: nn.Module, key: str
 ) -> PhaseError:
     """Return the error for the call of a part, because of a parameter of ``holder``."""
-    layout = handle.layout
-    at = next((i for i, each in enumerate(layout.owners) if each is holder), None)
+    handle, layout = ref.handle, ref.handle.layout
     place = ""
-    if at is not None:
-        place = place_path(handle, at).removesuffix(layout.keys[at]).removesuffix(".")
+    for at, owner in enumerate(layout.owners):
+        if owner is holder:
+            place = place_path(handle, at).removesuffix(layout.keys[at])[:-1]
+            break
     name = quoted(join_name(place, key))
-    part = quoted(place.removesuffix(path).removesuffix(".") if path else place)
+    part = quoted(place.removesuffix(path).removesuffix("."))
     # Before lazy initialization the FQN is empty for every unit that ``fully_shard``
     # was called on directly; the class name says more.
-    unit = f"({layout.plan.class_name})"
-    if handle.full_fqn:
-        unit = quoted(handle.full_fqn)
-    if layout.regions[0].layout.world_size > 1:
+    unit = handle.name if handle.full_fqn else f"({layout.plan.class_name})"
+    if ref.region.layout.world_size > 1:
         where = f"while fully sharded module {unit}, which gathers its parameters, is "
         where += f"sharded: it would compute with this rank's rows of {name}"
         way = "Outside the step, unshard_params(module) shows whole parameters."

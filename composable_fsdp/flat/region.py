@@ -81,7 +81,7 @@ class ReduceRule:
     Default: True."""
     fill: bool = False
     """Whether every trainable parameter takes part in every reduction, with zeros
-    if a rank has no gradient (``features.unused.common_order``). Default: False."""
+    if a rank has no gradient (``features.unused_units``). Default: False."""
     hook: Callable[..., object] | None = None
     """Communication hook of the user, which replaces the collectives. Default:
     None."""
@@ -96,11 +96,6 @@ class ReduceRule:
     after_sum: Callable[[torch.Tensor], None] | None = None
     """Called with the sums of a region, before the division after the sum. Default:
     None."""
-    # With the arguments of ``collectives``, so that a step only picks a function.
-    all_gather: Callable[..., Any] | None = None
-    """Stands in for ``collectives.all_gather_flat`` in the step. Default: None."""
-    reduce_scatter: Callable[..., Any] | None = None
-    """Stands in for ``collectives.reduce_scatter_flat``. Default: None."""
 
 
 def split_factor(factor: float) -> tuple[float, float]:
@@ -151,16 +146,6 @@ grad_of = attrgetter("grad")
 post_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
-@dataclass(slots=True, eq=False)
-class WireBuffer:
-    """The encoded values of a region; has memory from the encoding to the decoding."""
-
-    buffer: Tensor
-    """Bytes of all ranks in rank order, uint8."""
-    own: Tensor
-    """This rank's slice of ``buffer``."""
-
-
 class FullBuffer(NamedTuple):
     """The full values of a region in the compute dtype. Replaced as a whole."""
 
@@ -173,8 +158,6 @@ class FullBuffer(NamedTuple):
     """Whether ``buffer`` is a buffer of its own. If not, ``buffer`` is ``shard``."""
     leaves: tuple[nn.Parameter, ...]
     """The full leaves, aligned with ``FlatParameter.leaves``."""
-    wire: WireBuffer | None = None
-    """What the all-gather fills in place of ``buffer``, with a wire format."""
 
 
 def no_owner() -> None:
@@ -197,7 +180,7 @@ class FlatGradient:
     shard: Tensor | None = None
     """The reduced gradient of this rank's elements; ``None`` before the first
     reduction, and once the cleared ``.grad`` of all leaves was noticed."""
-    views: tuple[Tensor | None, ...] = ()
+    views: list[Tensor | None] = field(default_factory=list)
     """``.grad`` of each leaf: a view of ``shard``; ``None`` for an absent one."""
 
 
@@ -217,8 +200,8 @@ class ReduceBuffer:
     """Per parameter: autograd's gradient, until the copy into ``buffer``."""
     # ``Any``: the class is in ``flat.handle``.
     progress: Any = None
-    """The ``BackwardProgress`` of the graph task whose gradients are as usual: each was
-    announced, is a plain tensor, and will be reduced; else None."""
+    """The ``BackwardProgress`` of a graph task of which each gradient was announced and
+    is a plain tensor; else None."""
     owner: Callable[[], Any] = no_owner
     """Weak reference to the unit's state, for the hooks of the full leaves."""
     division: Division = NO_DIVISION
@@ -241,7 +224,7 @@ class Referable:
 
 @dataclass(slots=True, eq=False, repr=False)
 class FlatParameter(Referable):
-    """A region at run time. Created by ``build_region``."""
+    """A region at run time. Created by ``flat.build``."""
 
     layout: RegionLayout
     leaves: tuple[nn.Parameter, ...]
@@ -283,7 +266,7 @@ class FlatParameter(Referable):
     @property
     def is_exact(self) -> bool:
         """Whether ``full`` holds the values of the shards, neither cast nor encoded."""
-        return self.full.wire is None and self.full.buffer.dtype == self.layout.dtype
+        return not self.layout.wire and self.full.buffer.dtype == self.layout.dtype
 
     def __repr__(self) -> str:
         layout = self.layout

@@ -15,8 +15,6 @@ on torch 2.13 and 2.11.
 from __future__ import annotations
 
 import re
-import weakref
-from collections.abc import Iterable
 from math import prod
 from operator import attrgetter, eq, is_
 
@@ -148,8 +146,7 @@ def leave_full(handle: FlatParamHandle) -> None:
     gathered, fulls = handle.form.gather_lists[0], handle.form.fulls
     for region in handle.layout.regions:
         full = region.full
-        # With a wire format the backend has written into the encoded values alone.
-        if full.wire or not full.is_own or not memory.is_allocated(full.buffer):
+        if not full.is_own or not memory.is_allocated(full.buffer):
             continue
         views = [] if full.own_slice is None else [full.own_slice]
         fresh = memory.leave(full.buffer, [*views, *map(local_of, full.leaves)])
@@ -185,32 +182,14 @@ def make_readable(handle: FlatParamHandle) -> None:
     # written to (``passages.weight_writes``). Read at every wait: a parent's forward
     # may write to its children's shards.
     now = tuple([leaf._version for leaf in handle.layout.sharded_placed])
+    if flats := handle.writes.flat_parameters:
+        # An optimizer that steps on a flat parameter increments only the version of
+        # the flat parameter, which stands for all leaves.
+        steps = sum(map(version_of, flats))
+        now = tuple([version + steps for version in now])
     if now != handle.form.readable:
         set_versions(handle.form.placed, now)
         handle.form.readable = now
-
-
-def _make_readable_with_flats(handle: FlatParamHandle) -> None:
-    """Do as ``make_readable`` in a unit that has flat parameters."""
-    # An optimizer that steps on a flat parameter increments only the version of the
-    # flat parameter, which stands for all leaves.
-    steps = sum(map(version_of, handle.writes.flat_parameters))
-    now = tuple([leaf._version + steps for leaf in handle.layout.sharded_placed])
-    if now != handle.form.readable:
-        set_versions(handle.form.placed, now)
-        handle.form.readable = now
-
-
-def count_flat_writes(handle: FlatParamHandle) -> None:
-    """Count writes to the unit's present flat parameters as writes to the leaves."""
-    flats = tuple([r.flat for r in handle.layout.regions if r.flat is not None])
-    handle.writes.flat_parameters = flats
-    handle.writes.make_readable = _make_readable_with_flats if flats else make_readable
-
-
-def accept_versions(handle: FlatParamHandle) -> None:
-    """Take the versions of the full leaves as they are now, after writes to them."""
-    handle.form.readable = tuple(map(version_of, handle.form.placed))
 
 
 def make_unreadable(handle: FlatParamHandle) -> None:
@@ -220,34 +199,25 @@ def make_unreadable(handle: FlatParamHandle) -> None:
         handle.form.readable = None
 
 
-def find_unreadable(text: str) -> str | None:
-    """Return the name of the parameter that autograd refused to read."""
-    _, found, rest = text.partition("is at version ")
-    number = rest.partition(";")[0]
-    if not found or not number.isdecimal() or int(number) < _FIRST:
-        return None
-    handles = {link() for link in LEAVES.values()}
-    for handle in handles:
-        if handle is not None and int(number) in handle.form.unreadable:
-            return quoted(place_path(handle, handle.form.unreadable.index(int(number))))
-    return None
+def find_changed(text: str) -> tuple[list[str], bool]:
+    """Return the parameters that autograd may have refused to read, from its error.
 
-
-def find_written(text: str) -> list[str]:
-    """Return the names of parameters that may have been written to since a forward."""
+    And whether they are sharded, or else written to since a forward.
+    """
     found = _CHANGED.search(text)
     if found is None:
-        return []
+        return [], False
     # By the number of elements: operators save transposed and reshaped views.
     numel = prod(int(each) for each in found[1].split(",") if each.strip())
-    handles = dict.fromkeys(link() for link in LEAVES.values())
+    version = int(found[2])
     return [
         quoted(place_path(handle, at))
-        for handle in handles
-        if handle is not None and handle.backward.task != NO_TASK
+        for handle in dict.fromkeys(link() for link in LEAVES.values())
+        if handle is not None and (handle.backward.task != NO_TASK or version >= _FIRST)
         for at, leaf in enumerate(handle.form.placed)
-        if leaf._version == int(found[2]) and leaf.numel() == numel
-    ]
+        if version == handle.form.unreadable[at]
+        or (version == leaf._version and numel == leaf.numel())
+    ], version >= _FIRST
 
 
 _CHANGED = re.compile(
@@ -303,11 +273,8 @@ def refuse_foreign(handle: FlatParamHandle) -> None:
 
 
 # ---- writes to shards ----------------------------------------------------------
-#
-# A fused optimizer kernel writes parameters without incrementing their version
-# counters. A unit whose full parameters are kept over a step therefore counts optimizer
-# steps as well. Counting starts when the first unit is kept.
 
+# Without kept units the counts are not needed, and optimizer steps skip the counting.
 _watching = False
 
 
@@ -316,31 +283,16 @@ def written(layout: UnitLayout) -> int:
     return -1 if layout.on_meta else sum(map(version_of, layout.sharded_placed))
 
 
-def start_counting_steps() -> None:
-    """Count optimizer steps from now on."""
-    # Without kept units the counts are not needed, and steps skip the counting.
-    global _watching
-    _watching = True
-
-
 def shard_versions(handle: FlatParamHandle) -> tuple[int, ...]:
     """Return the step count and the versions of the shards; count steps from now on."""
     # Optimizer steps are counted separately: fused kernels do not change the versions,
     # and a rank without elements of the unit sees no write.
-    start_counting_steps()
+    global _watching
+    _watching = True
     flats = handle.writes.flat_parameters
     return (handle.writes.steps, *(x._version for x in (*handle.leaves, *flats)))
 
 
 def is_counting_steps() -> bool:
-    """Return whether step counting was started."""
+    """Return whether the steps of optimizers are counted."""
     return _watching
-
-
-def count_step(handles: Iterable[weakref.ref[FlatParamHandle]]) -> None:
-    """Count an optimizer step for each unit in ``handles``."""
-    # A dead reference belongs to a model that was deleted.
-    for link in handles:
-        handle = link()
-        if handle is not None:
-            handle.writes.steps += 1

@@ -1,37 +1,32 @@
 """Hashes of values, so that ranks can compare parameters without sending them.
 
-The bytes are int64 words. ``sum(mix(word) * weight)`` of each row of 32768 words gives
-a word, and again, until one is left. ``mix`` brings the high half of a word into the
-low: the signs of two elements would cancel out otherwise. ``torch.hash_tensor`` is an
-exclusive-or, the same for zeros and for ones. The hash is no cryptographic one.
+The bytes are int64 words. ``sum(mix(word) * weight)`` of each row of ``_ROW`` words
+gives a word, and again, until one is left. ``mix`` brings the high half of a word into
+the low: the signs of two elements would cancel out otherwise. ``torch.hash_tensor`` is
+an exclusive-or, the same for zeros and for ones.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import lru_cache, reduce
-from operator import attrgetter, or_
+from functools import lru_cache
+from operator import attrgetter
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 # ``torch.cat`` of views in a single call; private, checked on torch 2.13.
 from torch._utils import _flatten_dense_tensors
 
-_ROW = 1 << 15
-"""Words per row."""
-_BLOCK = {"cpu": _ROW}
-"""Words that are read at once, by device type: on CPU what stays in the cache, and
-what torch gives to a single thread, because ranks share the cores."""
-_SMALL = 1 << 15
-"""Bytes up to which the tensors of a unit are hashed together."""
-_LARGE_BLOCK = 1 << 26
-"""Words that are read at once on other devices; two temporaries have this size."""
-
+_ROW = 1 << 17
+"""Words per row, equal on all devices: 1 MiB stays in the cache of a CPU."""
+_SMALL = 1 << 12
+"""Words up to which the tensors of a unit are hashed together."""
 
 _is_meta = attrgetter("is_meta")
+_PLAIN = frozenset((Tensor, nn.Parameter))
+"""The usual types, which are not fake."""
 
 
 def have_values(tensors: Sequence[Tensor]) -> bool:
@@ -45,109 +40,66 @@ def have_values(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-_PLAIN = frozenset((Tensor, nn.Parameter))
-"""The usual types, which are not fake."""
-
-
 def hash_values(values: Sequence[Tensor]) -> Tensor:
     """Return a hash of each tensor, ``(n,)`` int64, without a wait for the device."""
     if not values:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     # Not a decorator, which makes a context per call: each unit comes here at set-up.
     with torch.no_grad():
-        if len({value.dtype for value in values}) == 1:
-            devices = {value.device for value in values}
-            joined = (
-                _joined_weights(tuple([v.nbytes for v in values]), *devices)
-                if len(devices) == 1
-                else None
-            )
-            if joined is not None:
-                return _hash_together(values, *joined)
-        return torch.stack([_hash_words(_words(value)) for value in values])
+        device = values[0].device
+        kinds = {(v.dtype, v.device == device, v.nbytes % 8) for v in values}
+        sizes = [value.nbytes // 8 for value in values]
+        if (
+            kinds != {(values[0].dtype, True, 0)}
+            or len(sizes) < 2
+            or max(sizes) > _SMALL
+        ):
+            return torch.stack([_hash(value) for value in values])
+        # Small tensors together, in few operations.
+        words = _flatten_dense_tensors(values).view(torch.int64)  # type: ignore[no-untyped-call]  # untyped in torch
+        mixed = _mix(words).mul_(_joined_weights(tuple(sizes), device))
+        return torch.stack([each.sum() for each in mixed.split_with_sizes(sizes)])
 
 
-def _words(value: Tensor) -> Tensor:
-    """Return the bytes of ``value`` as int64 words; the last word is filled up."""
+def _hash(value: Tensor) -> Tensor:
+    """Return the hash of ``value``, without dimensions."""
     # Contiguous; a copy of the memory only if the tensor is not.
-    flat = value.detach().reshape(-1)
-    nbytes = flat.numel() * flat.itemsize
-    if nbytes % 8 == 0:
-        # Words must begin at multiples of 8 bytes, also in a file that is mapped.
-        if flat.storage_offset() * flat.itemsize % 8 or flat.data_ptr() % 8:
-            flat = flat.clone()
-        return flat.view(torch.int64)
-    filled = flat.new_zeros(-(-nbytes // 8) * 8, dtype=torch.uint8)
-    filled[:nbytes] = flat.view(torch.uint8)
-    return filled.view(torch.int64)
-
-
-def _hash_together(
-    values: Sequence[Tensor], weights: Tensor, owners: Tensor, zeros: Tensor
-) -> Tensor:
-    """Return the hashes of small tensors, in few operations."""
-    row: Tensor = _flatten_dense_tensors(values)  # type: ignore[no-untyped-call]
-    words = row.view(torch.int64)
-    mixed = _mix(words)
-    mixed *= weights
-    return zeros.index_add(0, owners, mixed)
-
-
-@lru_cache(maxsize=64)
-def _joined_weights(
-    nbytes: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return, for tensors in a row, each word's weight and tensor, and a zero each."""
-    # A single tensor is not copied, and may lie at any address. ``|`` keeps the low
-    # bits of all numbers: each has to be a multiple of 8.
-    if len(nbytes) < 2 or max(nbytes) > _SMALL or reduce(or_, nbytes) % 8:
-        return None
-    sizes = [number // 8 for number in nbytes]
-    weights = torch.cat([_weights(device)[:size] for size in sizes])
-    numbers = torch.arange(len(sizes), device=device)
-    owners = numbers.repeat_interleave(torch.tensor(sizes, device=device))
-    return weights, owners, torch.zeros_like(numbers)
-
-
-def _hash_words(words: Tensor) -> Tensor:
-    """Return the hash of ``words`` ``(n,)``, without dimensions."""
-    weights = _weights(words.device)
-    # Each turn leaves a word per row; two turns serve 1 Gi words.
-    while words.numel() > _ROW:
-        block = _BLOCK.get(words.device.type, _LARGE_BLOCK)
-        words = torch.cat([_sums(each, weights) for each in torch.split(words, block)])
-    return (_mix(words) * weights[: words.numel()]).sum()
+    words = value.detach().reshape(-1)
+    weights, nbytes = _weights(words.device), words.nbytes
+    if nbytes % 8:
+        filled = words.new_zeros(-(-nbytes // 8) * 8, dtype=torch.uint8)
+        filled[:nbytes] = words.view(torch.uint8)
+        words = filled
+    # Words must begin at multiples of 8 bytes, also in a file that is mapped.
+    elif words.storage_offset() * words.itemsize % 8 or words.data_ptr() % 8:
+        words = words.clone()
+    words = words.view(torch.int64)
+    while True:
+        # Overflow is meant: sums and products are modulo 2**64 on all devices.
+        rows = torch.split(words, _ROW)
+        sums = [_mix(row).mul_(weights[: row.numel()]).sum() for row in rows]
+        if len(sums) == 1:
+            return sums[0]
+        words = torch.stack(sums)
 
 
 def _mix(words: Tensor) -> Tensor:
     """Return words whose low halves depend on the high halves, too."""
-    mixed = words >> 32
-    mixed ^= words
-    return mixed
+    return (words >> 32).bitwise_xor_(words)
 
 
-def _sums(words: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of each row of ``words``; the last row is filled up."""
-    mixed = _mix(words)
-    if short := -mixed.numel() % _ROW:
-        mixed = F.pad(mixed, (0, short))
-    # Overflow is meant: sums and products are modulo 2**64 on all devices.
-    return mixed.view(-1, _ROW).mul_(weights).sum(1)
+@lru_cache(maxsize=64)
+def _joined_weights(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return each word's weight, for tensors in a row."""
+    return torch.cat([_weights(device)[:size] for size in sizes])
 
 
 @lru_cache(maxsize=64)
 def _weights(device: torch.device) -> Tensor:
     """Return the odd weight of each place in a row, equal on all ranks."""
-    # A generator of numbers (SplitMix64) instead of torch's own, which a version of
-    # torch may change. Odd: an even weight would drop the highest bit of a word.
-    number = torch.arange(1, _ROW + 1, dtype=torch.int64, device=device)
-    number *= 0x9E3779B97F4A7C15 - 2**64
-    for shift, factor in (
-        (30, 0xBF58476D1CE4E5B9 - 2**64),
-        (27, 0x94D049BB133111EB - 2**64),
-    ):
-        number = (number ^ (number >> shift)) * factor
-    return (number ^ (number >> 31)) | 1
+    # Odd: an even weight would drop the highest bit of a word.
+    numbers = torch.empty(_ROW, dtype=torch.int64, device="cpu")
+    return (numbers.random_(generator=torch.Generator().manual_seed(0)) | 1).to(device)
 
 
 # ---- rows that two ranks drew alike --------------------------------------------

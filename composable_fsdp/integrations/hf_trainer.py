@@ -103,10 +103,12 @@ class ShardedTrainer(Trainer):
         """Return a new sharded model. Collective: as ``fully_shard``."""
         return self.accelerator.shard(super().call_model_init(trial))
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: Any) -> int:
         """Return the operations of a step on ``inputs``, as of the unsharded model."""
         model: Any = self.model
-        tokens = inputs.get(getattr(model, "main_input_name", "input_ids"))
+        name = getattr(model, "main_input_name", "input_ids")
+        # TRL's online trainers pass a list of prompts, which transformers counts as 0.
+        tokens = inputs.get(name) if isinstance(inputs, Mapping) else None
         if not units_in(model) or tokens is None:
             return int(super().floating_point_ops(inputs))
         # ``Trainer`` would count this rank's rows. Without embeddings, by name, as

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from composable_fsdp.lazy import resolver
+from composable_fsdp.lazy import public_names
 
 if TYPE_CHECKING:
-    from composable_fsdp.optim.keys import (
+    from composable_fsdp.optim.names import (
         rekey_optim_state_dict as rekey_optim_state_dict,
     )
     from composable_fsdp.optim.single import (
@@ -15,11 +15,4 @@ if TYPE_CHECKING:
         set_full_optim_state as set_full_optim_state,
     )
 
-_resolve, __all__ = resolver(
-    {
-        "optim.keys": "rekey_optim_state_dict",
-        "optim.single": "get_full_optim_state set_full_optim_state",
-    }
-)
-if not TYPE_CHECKING:
-    __getattr__ = _resolve
+__all__ = public_names(__name__)

@@ -97,7 +97,7 @@ def parts_of(handle: FlatParamHandle, flat: FlatParamRecord) -> list[Part]:
     # in other regions now.
     refs = {ref.slot.index: ref for ref in param_refs(handle)}
     return [
-        Part(refs[slot.index], flat.layout.shard_offset(slot, flat.rank))
+        Part(refs[slot.index], flat.layout.shard_offset(slot, handle.groups.rank))
         for slot in flat.layout.parameters
     ]
 

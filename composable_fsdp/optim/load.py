@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree
 
 from composable_fsdp.access.other_parts import Route, refuse_forms
+from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import Call, meet, require_success_on_all_ranks
 from composable_fsdp.config import (
     FULL_BY_DEFAULT,
@@ -19,31 +22,28 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted, takes_optimizer
-from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import (
-    Group,
     Named,
+    Table,
+    aligned_groups,
     given_names,
-    groups_of,
+    made_over,
     meet_for_state,
     name_parameters,
     require_pair,
+    state_by_name,
 )
 from composable_fsdp.optim.save import full_state, local_state_dict, sharded_state
 from composable_fsdp.optim.sharded import part_for, part_problem, unlike_part
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.state_dict.sent import (
-    Described,
-    routes_of,
-    send,
-    share_structure,
-    unpacked,
-)
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
+from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import _get_fsdp_states
+
+_WHAT = "optim_state_dict_to_load"
 
 
 @takes_optimizer
@@ -76,110 +76,92 @@ def optim_state_dict_to_load(
         group: with ``rank0_only``, the ranks to which the first rank sends; default:
             the ranks of the model.
 
-    Collective: none; with ``rank0_only`` one broadcast of the structure, one all-gather
-        of error texts, and one broadcast per tensor. A sharded value of another plan is
-        gathered by one broadcast from each rank that holds elements.
+    Collective: none; with ``rank0_only`` one broadcast of the names, one all-gather
+        of error texts, and one broadcast of an object per parameter. A sharded value of
+        another plan is gathered by one broadcast from each rank that holds elements.
     Raises: CheckpointError, listing names that are missing, left over or of another
         shape; CompositionError, as ``optim_state_dict``. Nothing is loaded then.
     """
-    require_pair(model, optim, "optim_state_dict_to_load")
+    require_pair(model, optim, _WHAT)
     units = _get_fsdp_states(model)
     # Raises if units differ in their settings.
     settings = get_state_dict_type(model) if units else FULL_BY_DEFAULT
     config = settings.optim_state_dict_config
-    require_elementwise(optim)
-    # The optimizer may get state before its first step.
-    install_optimizer_hooks(optim)
-    result = state_to_load(
+    result = _to_load(
         model,
-        optim.param_groups,
+        optim,
         optim_state_dict,
+        _WHAT,
         named=is_named_optimizer,
-        elementwise=not needs_whole_params(optim),
         local=settings.state_dict_type is StateDictType.LOCAL_STATE_DICT,
         from_first=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
         group=group,
-        given=given_names(optim),
     )
     if load_directly:
         optim.load_state_dict(result)
     return result
 
 
-def state_to_load(
+def _to_load(
     model: nn.Module,
-    param_groups: list[Group],
+    optim: Any,
     saved: Any,
+    what: str,
     *,
     named: bool = False,
-    elementwise: bool = True,
     local: bool = False,
     from_first: bool = False,
     group: dist.ProcessGroup | None = None,
-    given: Mapping[int, str] | None = None,
-    what: str = "optim_state_dict_to_load",
 ) -> dict[str, Any]:
     """Cut this rank's parts out of ``saved``; see ``optim_state_dict_to_load``."""
-    require_module(model, what)
+    require_pair(model, optim, what)
+    require_elementwise(optim)
+    # The optimizer may get state before its first step.
+    install_optimizer_hooks(optim)
     units = _get_fsdp_states(model)
-    handles = [unit.handle for unit in units]
-    ranks, senders = routes_of(units, group) if from_first else ((), ())
+    ranks, senders = _routes_of(units, group) if from_first else ((), ())
+    is_first = all(each.rank() == 0 for each in senders)
     if from_first:
         # The first rank sends over the data ranks alone.
-        refuse_forms(handles, f"{what} with rank0_only")
+        refuse_forms([unit.handle for unit in units], f"{what} with rank0_only")
         # Only the call is compared, because the state is the first rank's.
         meet(ranks, Call(what, details=("rank0_only=True",)))
-    shared = share_structure(saved, senders)
+    outline = _shared(_outline(saved), senders) if senders else None
     with require_success_on_all_ranks(ranks):
-        saved = unpacked(shared)
         for state in units:
             require_between_steps(state, what)
-        table = name_parameters(model, param_groups, given)
-        saved = state_by_name(saved, table, what)
-        # Before the first tensor is gathered or broadcast.
-        _require_fit(
-            table.members, saved, elementwise=elementwise, from_first=bool(senders)
-        )
+        table = name_parameters(model, optim.param_groups, given_names(optim))
+        saved = state_by_name(saved if is_first else outline, table, what)
+        # Before the first tensor is gathered or sent.
+        if is_first:
+            _require_fit(optim, table, saved["state"], from_first=bool(senders))
     # No rank sends, so only meetings tell that a rank loads alone.
     if not local and not from_first:
         meet_for_state(units, what, replicas=True)
-    state_of = _own_state(table.members, saved["state"], senders)
+    state_of = {}
+    # By name: the order of parameters may differ between ranks.
+    for member in sorted(table.members, key=attrgetter("fqn")):
+        if member.fqn in saved["state"]:
+            values = _shared(saved["state"][member.fqn], senders)
+            parts = {key: _part(member, key, values[key]) for key in sorted(values)}
+            # No step would update state of a parameter without elements here. In the
+            # saved order of the state names, as a plain optimizer has them.
+            if not member.is_absent:
+                state_of[member.fqn] = {key: parts[key] for key in values}
     groups = aligned_groups(table, saved)
-    names = [name for group in groups for name in group["params"]]
+    names = [name for each in groups for name in each["params"]]
     keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
     return {
         "state": {keys[name]: state_of[name] for name in names if name in state_of},
         "param_groups": [
-            {**group, "params": [keys[name] for name in group["params"]]}
-            for group in groups
+            {**each, "params": [keys[name] for name in each["params"]]}
+            for each in groups
         ],
     }
 
 
-def _own_state(
-    members: list[Named], saved: Mapping[str, Mapping[str, Any]], senders: Route
-) -> dict[str, dict[str, Any]]:
-    """Return copies of this rank's state by name. Collective: those of ``_part``."""
-    found = {}
-    # By name: the order of parameters may differ between ranks.
-    for member in sorted(members, key=attrgetter("fqn")):
-        values = saved.get(member.fqn, {})
-        parts = {k: _part(member, k, values[k], senders) for k in sorted(values)}
-        # No step would update state of a parameter without elements here. In the saved
-        # order of the state names, as a plain optimizer has them.
-        if member.fqn in saved and not member.is_absent:
-            found[member.fqn] = {name: parts[name] for name in values}
-    return found
-
-
-def _part(named: Named, name: str, value: Any, senders: Route) -> Any:
-    """Return a copy of this rank's part. Collective: a broadcast per sending group."""
-    # A function, so that the whole is freed before the next is made.
-    handle = named.handle
-    device = named.parameter.device if handle is None else handle.layout.device
-    # Scalars were sent with the structure.
-    if senders and isinstance(value, (Tensor, Described)) and value.shape:
-        value = send(value, senders, device)
+def _part(named: Named, name: str, value: Any) -> Any:
+    """Return a copy of this rank's part. Collective: of a value of another plan."""
     # Of another plan, which is equal on all ranks: all gather, or none.
     if isinstance(value, ShardedValue) and unlike_part(named, value):
         value = value.full_tensor()
@@ -189,15 +171,15 @@ def _part(named: Named, name: str, value: Any, senders: Route) -> Any:
 
 
 def _require_fit(
-    members: list[Named], saved: dict[str, Any], *, elementwise: bool, from_first: bool
+    optim: Any, table: Table, state: Mapping[str, Any], *, from_first: bool
 ) -> None:
     """Refuse values of another shape, and parts that no rank can use."""
-    for named in members:
-        for name, value in saved["state"].get(named.fqn, {}).items():
+    is_elementwise = not needs_whole_params(optim)
+    for named in table.members:
+        for name, value in state.get(named.fqn, {}).items():
             who = f"Optimizer state {name!r} of {quoted(named.fqn)}"
-            is_tensor = isinstance(value, (Tensor, Described))
-            shape = tuple(value.shape) if is_tensor else ()
-            if shape not in ((), named.shape) and (elementwise or named.is_cut):
+            shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+            if shape not in ((), named.shape) and (is_elementwise or named.is_cut):
                 raise CheckpointError(
                     f"{who} has shape {shape}; expected a scalar or the parameter's "
                     f"full shape {named.shape}. Pass what optim_state_dict(model, "
@@ -207,6 +189,58 @@ def _require_fit(
             problem = part_problem(named, value, from_first=from_first)
             if problem:
                 raise CheckpointError(f"{who}: {problem}")
+
+
+def _routes_of(
+    units: Sequence[_FSDPState], group: dist.ProcessGroup | None
+) -> tuple[Route, Route]:
+    """Return the groups over which, in turn, all ranks exchange, and those of a send.
+
+    A value goes along the replicate group of shard rank 0, and then from there over
+    each shard group.
+    """
+    if group is not None or not units:
+        given = () if group is None else (group,)
+        return given, given
+    shard, replicate = units[0].ranks.shard, units[0].ranks.replicate
+    copies = replicate if shard.rank() == 0 else None
+    both, sends = (
+        tuple(g for g in each if g is not None and g.size() > 1)
+        for each in ((shard, replicate), (copies, shard))
+    )
+    return both, sends
+
+
+def _outline(saved: Any) -> Any:
+    """Return a state dict without the states, which follow one by one."""
+    if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict):
+        return saved
+    return {**saved, "state": {key: {} for key in saved["state"]}}
+
+
+def _shared(value: Any, senders: Route) -> Any:
+    """Return the first rank's value. Collective: a broadcast of an object per group.
+
+    Raises: CheckpointError on all ranks, for what cannot be pickled.
+    """
+    is_first = all(group.rank() == 0 for group in senders)
+    told: Any = None
+    if senders and is_first:
+        try:
+            # A pickled CUDA tensor would be restored on the sender's device.
+            told = pickle.dumps(_pytree.tree_map_only(Tensor, Tensor.cpu, value))
+        except Exception as error:
+            # Not raised: the other ranks wait for the broadcast.
+            told = (
+                "The optimizer state of the first rank cannot be sent to the others: "
+                f"{type(error).__name__}: {error}. A state holds tensors, numbers, "
+                "strings, lists and dicts; leave out what is none of them."
+            )
+    for group in senders:
+        told = collectives.broadcast_object(told, group)
+    if isinstance(told, str):
+        raise CheckpointError(told)
+    return value if is_first else pickle.loads(told)
 
 
 # FSDP1's older functions, whose names decide the type, whatever ``set_state_dict_type``
@@ -237,8 +271,8 @@ def shard_full_optim_state_dict(
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
     """Return a state dict to load, of a state that every rank holds in full."""
-    what = "shard_full_optim_state_dict"
-    return _to_load(full_optim_state_dict, model, optim, optim_input, what)
+    optim = made_over(model, optim, optim_input)
+    return _to_load(model, optim, full_optim_state_dict, "shard_full_optim_state_dict")
 
 
 def scatter_full_optim_state_dict(
@@ -253,13 +287,11 @@ def scatter_full_optim_state_dict(
     Other ranks may pass None. ``group``: the ranks that take part; default: the ranks
     of the model.
 
-    Collective: one broadcast of the structure, one all-gather of error texts, and one
-        broadcast per tensor, over ``group``; all its ranks must call.
-    Raises: as ``optim_state_dict_to_load``, on all ranks alike.
+    Collective, Raises: as ``optim_state_dict_to_load`` with ``rank0_only``.
     """
     saved, what = full_optim_state_dict, "scatter_full_optim_state_dict"
-    how = {"from_first": True, "group": group}
-    return _to_load(saved, model, optim, optim_input, what, **how)
+    optim = made_over(model, optim, optim_input)
+    return _to_load(model, optim, saved, what, from_first=True, group=group)
 
 
 def sharded_optim_state_dict(
@@ -280,9 +312,8 @@ def flatten_sharded_optim_state_dict(
 
     Collective, Raises: as ``optim_state_dict_to_load``.
     """
-    what = "flatten_sharded_optim_state_dict"
-    require_pair(model, optim, what)
-    return _to_load(sharded_optim_state_dict, model, optim, None, what)
+    saved, what = sharded_optim_state_dict, "flatten_sharded_optim_state_dict"
+    return _to_load(model, optim, saved, what)
 
 
 def _current(
@@ -292,13 +323,3 @@ def _current(
     require_pair(model, optim, what)
     meet_for_state(_get_fsdp_states(model), what, first_only=first_only)
     return local_state_dict(optim)
-
-
-def _to_load(
-    saved: Any, model: nn.Module, optim: Any, optim_input: Any, what: str, **how: Any
-) -> dict[str, Any]:
-    """Return this rank's part of a state, for an optimizer or for its parameters."""
-    groups = groups_of(model, optim, optim_input, what)
-    # The optimizer may get state before its first step.
-    install_optimizer_hooks(optim)
-    return state_to_load(model, groups, saved, what=what, **how)

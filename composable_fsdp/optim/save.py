@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
-from composable_fsdp.access.gather import gather_whole
+from composable_fsdp.access.gather import gather_whole, shards_of
 from composable_fsdp.access.other_parts import require_all_data
 from composable_fsdp.comm.meeting import raise_on_all_ranks
 from composable_fsdp.config import (
@@ -21,29 +20,37 @@ from composable_fsdp.config import (
     StateDictType,
 )
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat import memory
-from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import takes_optimizer
-from composable_fsdp.optim.flat_state import is_wrapper, originals, unflatten_state
-from composable_fsdp.optim.keys import aligned_groups, state_by_name
+from composable_fsdp.optim.flat_state import (
+    Values,
+    is_wrapper,
+    originals,
+    unflatten_state,
+)
 from composable_fsdp.optim.names import (
-    Group,
     Named,
-    Table,
+    aligned_groups,
     given_names,
     is_absent,
     meet_for_state,
     name_parameters,
     require_pair,
     shard_groups,
+    state_by_name,
 )
-from composable_fsdp.optim.sharded import Values, as_sharded, require_same_state
+from composable_fsdp.optim.sharded import (
+    forget_homes,
+    is_empty,
+    require_same_state,
+    sharded_values,
+)
 from composable_fsdp.optim.step_checks import require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict.settings import get_state_dict_type
-from composable_fsdp.state_dict.sharded import ShardedValue, local_of
+from composable_fsdp.state_dict.sharded import local_of
 from composable_fsdp.tree.root import outermost
+from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
 _WHAT = "optim_state_dict"
@@ -70,7 +77,7 @@ def optim_state_dict(
         model: the sharded model, or a module that contains the sharded model.
         optim: an element-wise optimizer over parameters of ``model``.
         optim_state_dict: what ``optim.state_dict()`` returned. Default: the current
-            state. Without ``param_groups`` the result has none.
+            state.
         group: ignored, because each unit knows its process groups.
 
     Collective: one all-gather of state names (objects) per shard group; then, for full
@@ -96,17 +103,11 @@ def optim_state_dict(
         meet_for_state(units, _WHAT, kind, first_only=first_only)
         for unit in units:
             require_all_data(unit.handle, outermost(unit).handle, _WHAT)
-    given = optim_state_dict
-    if given is None:
-        given = local_state_dict(optim)
+    given = local_state_dict(optim) if optim_state_dict is None else optim_state_dict
     to_cpu = config.offload_to_cpu
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-        result = full_state(model, optim, given, first_only=first_only, to_cpu=to_cpu)
-    else:
-        result = sharded_state(model, optim, given, to_cpu=to_cpu, alone=is_local)
-    if "param_groups" not in given:
-        result.pop("param_groups", None)
-    return result
+        return full_state(model, optim, given, first_only=first_only, to_cpu=to_cpu)
+    return sharded_state(model, optim, given, to_cpu=to_cpu, alone=is_local)
 
 
 def full_state(
@@ -118,10 +119,12 @@ def full_state(
     to_cpu: bool,
 ) -> dict[str, Any]:
     """Return full state, of whatever type. Collective: as ``optim_state_dict``."""
-    handles = [unit.handle for unit in _get_fsdp_states(model)]
-    members, options, states = _agreed(model, optim, given)
+    units = _get_fsdp_states(model)
+    members, saved = _by_name(model, optim, given, units, shard_groups(units))
+    states = [saved["state"].get(named.fqn, {}) for named in members]
+    require_same_state(members, states, units)
     # A rank that returns {} still takes part in all collectives.
-    wanted = not (first_only and handles and not handles[0].groups.is_first)
+    wanted = not (first_only and units and not units[0].handle.groups.is_first)
     result: dict[str, Values] = {}
     by_unit: dict[int, list[tuple[Named, Values]]] = {}
     for named, values in zip(members, states, strict=True):
@@ -134,10 +137,10 @@ def full_state(
         if named.is_cut:
             by_unit.setdefault(id(named.handle), []).append((named, values))
     # By name: the order of the parameters in the optimizer may differ between ranks.
-    units = [sorted(each, key=lambda pair: pair[0].fqn) for each in by_unit.values()]
-    for each in sorted(units, key=lambda unit: unit[0][0].fqn):
+    sorted_units = [sorted(each, key=lambda p: p[0].fqn) for each in by_unit.values()]
+    for each in sorted(sorted_units, key=lambda unit: unit[0][0].fqn):
         _gather(each, result, first_only=first_only, to_cpu=to_cpu)
-    return {"state": result, "param_groups": options} if wanted else {}
+    return {**saved, "state": result} if wanted else {}
 
 
 def sharded_state(
@@ -149,43 +152,38 @@ def sharded_state(
     alone: bool = False,
 ) -> dict[str, Any]:
     """Return copies in sharded values. Collective: names, unless ``alone``."""
-    members, options, states = _agreed(model, optim, given, alone=alone)
-    result = {
-        named.fqn: {k: as_sharded(named, _copy(v, to_cpu)) for k, v in values.items()}
-        for named, values in zip(members, states, strict=True)
-        if values
-    }
-    saved = {"state": result, "param_groups": options}
+    units = _get_fsdp_states(model)
+    groups = [] if alone else shard_groups(units)
+    members, saved = _by_name(model, optim, given, units, groups)
+    named = {each.fqn: each for each in members}
+    state = sharded_values(named, saved["state"], groups, alone=alone, units=units)
     if alone:
-        for value in (v for values in result.values() for v in values.values()):
-            if isinstance(value, ShardedValue):
-                # ``full_tensor`` would wait for ranks that lack the entry.
-                value.home = None
-    return saved
+        forget_homes(state)
+    state = {fqn: _copy(values, to_cpu) for fqn, values in state.items() if values}
+    return {**saved, "state": state}
 
 
-def _agreed(
+def _by_name(
     model: nn.Module,
     optim: Optimizer,
     given: dict[str, Any],
-    *,
-    alone: bool = False,
-) -> tuple[list[Named], list[Group], list[Values]]:
-    """Return parameters, groups and states. Collective: names, unless ``alone``."""
-    units = _get_fsdp_states(model)
-    with raise_on_all_ranks([] if alone else shard_groups(units)):
-        for state in units:
-            require_between_steps(state, _WHAT)
-        table, saved = _by_name(model, optim, given)
+    units: list[_FSDPState],
+    groups: list[dist.ProcessGroup],
+) -> tuple[list[Named], dict[str, Any]]:
+    """Return the optimizer's parameters, and its state with this rank's parts."""
+    with raise_on_all_ranks(groups):
+        for unit in units:
+            require_between_steps(unit, _WHAT)
+        table = name_parameters(model, optim.param_groups, given_names(optim))
+        saved = unwrapped(state_by_name(given, table, _WHAT))
     # In the order of the model, which is that of every rank: a loop over the result may
     # call ``full_tensor()``.
     place = {id(parameter): n for n, parameter in enumerate(model.parameters())}
-    members = table.members
-    members.sort(key=lambda named: place.get(id(named.parameter), len(place)))
-    states: list[Values] = [saved["state"].get(m.fqn, {}) for m in members]
-    if not alone:
-        require_same_state(members, states, units)
-    return members, aligned_groups(table, saved), states
+    members = sorted(
+        table.members, key=lambda m: place.get(id(m.parameter), len(place))
+    )
+    groups_found = aligned_groups(table, saved)
+    return members, {"state": saved["state"], "param_groups": groups_found}
 
 
 def _copy(value: Any, to_cpu: bool) -> Any:
@@ -218,7 +216,7 @@ def _gather(
         # The shards have no name here, so that they are free before the next are made.
         wholes = gather_whole(
             handle,
-            _shards_of(handle, found),
+            shards_of(handle, [(ref, value) for _, ref, value in found]),
             [ref for _, ref, _ in found],
             first_only=first_only,
             to_cpu=to_cpu,
@@ -226,24 +224,6 @@ def _gather(
         # With ``first_only`` the other ranks have sent their shards and need no result.
         for (fqn, *_), whole in zip(found, wholes if result else (), strict=False):
             result[fqn][name] = whole
-
-
-def _shards_of(
-    handle: FlatParamHandle, found: list[tuple[str, ParamRef, Tensor]]
-) -> list[Tensor]:
-    """Return per region ``(shard_numel,)`` with the values; empty without any."""
-    shards = []
-    for region in handle.layout.regions:
-        here = [(ref, value) for _, ref, value in found if ref.region is region]
-        # The dtype of the state may differ from the dtype of the parameters.
-        dtype = here[0][1].dtype if here else region.layout.dtype
-        # ``gather_flat_values`` skips buffers without elements.
-        numel = region.layout.shard_numel if here else 0
-        shard = memory.new_buffer(numel, dtype, handle.layout.device).zero_()
-        for ref, value in here:
-            shard[ref.offset :][: value.numel()].copy_(value.reshape(-1))
-        shards.append(shard)
-    return shards
 
 
 wants_parts: ContextVar[bool] = ContextVar("wants_parts", default=False)
@@ -269,14 +249,6 @@ def local_state_dict(optim: Optimizer) -> dict[str, Any]:
         if is_absent(parameter) and is_empty(state.get(number, {})):
             state.pop(number, None)
     return {**found, "state": state}
-
-
-def is_empty(values: Any) -> bool:
-    """Return whether a state has no tensor with elements, apart from scalars."""
-    return isinstance(values, dict) and not any(
-        isinstance(value, Tensor) and value.ndim and value.numel()
-        for value in values.values()
-    )
 
 
 def plain_values(optim: Optimizer, values: dict[str, Any]) -> dict[str, Any]:
@@ -314,26 +286,3 @@ def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
         for key, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
-
-
-def _by_name(
-    model: nn.Module, optim: Optimizer, saved: dict[str, Any]
-) -> tuple[Table, dict[str, Any]]:
-    """Return the optimizer's parameters, and its state with this rank's parts."""
-    table = name_parameters(model, optim.param_groups, given_names(optim))
-    # As FSDP1, which takes the state alone.
-    is_alone = isinstance(saved, dict) and "param_groups" not in saved
-    if is_alone and isinstance(saved.get("state"), dict):
-        saved = {**saved, "param_groups": _numbered(optim, saved["state"])}
-    return table, unwrapped(state_by_name(saved, table, _WHAT, partial=is_alone))
-
-
-def _numbered(optim: Optimizer, state: dict[Any, Any]) -> list[Group]:
-    """Return the groups of a state keyed by numbers; none for one keyed by names."""
-    if any(isinstance(key, str) for key in state):
-        return []
-    numbers = count()
-    return [
-        {**group, "params": [next(numbers) for _ in group["params"]]}
-        for group in originals(optim.param_groups)
-    ]

@@ -11,9 +11,8 @@ that holds elements describes the state for those ranks::
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
 
-from composable_fsdp.comm.meeting import exchange
+from composable_fsdp.comm.meeting import exchange, raise_on_all_ranks
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError, DesyncError
-from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.flat_state import is_scalar
+from composable_fsdp.optim.flat_state import Values, is_scalar
 from composable_fsdp.optim.names import Named, shard_groups
 from composable_fsdp.optim.step_checks import misfit_text
 from composable_fsdp.state_dict.full import mismatch, sharded_value
@@ -34,32 +32,83 @@ from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 
 
-def as_sharded(named: Named, value: Any) -> Any:
-    """Return this rank's ``value`` as a ``ShardedValue``; scalars stay as they are."""
-    is_part = isinstance(value, Tensor) and value.shape == named.parameter.shape
-    # Of a parameter that this rank holds whole, state may have any shape.
-    return sharded_value(named.ref, value) if named.ref and is_part else value
+def sharded_values(
+    members: Mapping[Any, Named],
+    given: Mapping[Any, Any],
+    groups: Sequence[dist.ProcessGroup],
+    *,
+    alone: bool,
+    units: Sequence[_FSDPState] = (),
+) -> dict[Any, Any]:
+    """Return the state with sharded values; unless ``alone`` equal keys on all ranks.
+
+    Collective: unless ``alone`` names; an error of a rank goes over ``groups``.
+    """
+    state = dict(given)
+    with raise_on_all_ranks(groups):
+        for key, named in members.items():
+            # State of a parameter without elements on this rank is stale.
+            if named.is_absent and is_empty(state.get(key, {})):
+                state.pop(key, None)
+            elif key in state:
+                state[key] = _shown(named, state[key])
+    if alone:
+        return state
+    states = [given.get(key, {}) for key in members]
+    require_same_state(list(members.values()), states, units)
+    for (key, named), values in zip(members.items(), states, strict=True):
+        if named.is_absent and values:
+            state[key] = _shown(named, values)
+    # In the order of the parameters, so that ranks which loop over the state call
+    # ``full_tensor`` in the same order.
+    return {key: state[key] for key in (*members, *state) if key in state}
 
 
-def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> None:
+def _shown(named: Named, values: Values) -> Values:
+    """Return state with this rank's parts as ``ShardedValue``. Raises: CheckpointError.
+
+    Of a parameter that this rank holds whole, state may have any shape.
+    """
+    if error := misfit(named, values):
+        raise error
+    return {
+        name: sharded_value(named.ref, value)
+        if named.ref is not None
+        and isinstance(value, Tensor)
+        and value.shape == named.parameter.shape
+        else value
+        for name, value in values.items()
+    }
+
+
+def is_empty(values: Any) -> bool:
+    """Return whether a state has no tensor with elements, apart from scalars."""
+    return isinstance(values, dict) and not any(
+        isinstance(value, Tensor) and value.ndim and value.numel()
+        for value in values.values()
+    )
+
+
+def forget_homes(state: Mapping[Any, Values]) -> None:
+    """Have ``full_tensor`` refused, which would wait for ranks that lack the entry."""
+    for value in (value for values in state.values() for value in values.values()):
+        if isinstance(value, ShardedValue):
+            value.home = None
+
+
+def mark_partial(named: Named, values: Values) -> None:
     """Forbid pickling of sharded values if the unit's state dict type is full."""
-    unit = _get_module_fsdp_state(handle.layout.owners[0])
+    assert named.handle is not None
+    unit = _get_module_fsdp_state(named.handle.layout.owners[0])
     kind = None if unit is None else unit.settings.state_dict.state_dict_type
     for key, value in values.items() if kind is StateDictType.FULL_STATE_DICT else ():
         if isinstance(value, ShardedValue) and value.is_partial:
-            value.not_alone = f"state {key!r} of {name}"
+            value.not_alone = f"state {key!r} of {quoted(named.fqn)}"
 
 
 def part_problem(named: Named, value: Any, *, from_first: bool) -> str:
     """Return why ranks can neither take nor gather a sharded value; else empty."""
-    if type(value).__name__ == "ShardedTensor":
-        return (
-            "expected a tensor or a ShardedValue, got a ShardedTensor of torch's older "
-            "reader. Read the checkpoint by torch.distributed.checkpoint.load into "
-            "what optim_state_dict(model, optim) returns."
-        )
-    # ``part``: a ``Described`` stands for the first rank's sharded value.
-    if not isinstance(value, ShardedValue) and not getattr(value, "part", False):
+    if not isinstance(value, ShardedValue):
         return ""
     if from_first:
         return (
@@ -104,13 +153,9 @@ def part_for(named: Named, key: str, value: Any) -> Any:
     )
 
 
-Values = dict[str, Any]
-
-
 class _Entry(NamedTuple):
     """What a rank says of a parameter."""
 
-    fqn: str
     keys: list[str]
     """The sorted names of its element-wise states."""
     told: Values
@@ -132,12 +177,15 @@ def require_same_state(
     problem = next(filter(None, map(misfit, members, states)), None)
     # The groups of ``units`` first, in an order equal on all ranks, also without a
     # parameter to describe.
-    cut: dict[dist.ProcessGroup, list[int]] = {g: [] for g in shard_groups(units)}
+    cut: dict[dist.ProcessGroup, dict[str, int]] = {g: {} for g in shard_groups(units)}
     # By name: the order of the parameters in the optimizer may differ between ranks.
     for i, named in sorted(enumerate(members), key=lambda pair: pair[1].fqn):
         if named.group is not None:
-            cut.setdefault(named.group, []).append(i)
-    own = [[_entry(members[i], states[i]) for i in each] for each in cut.values()]
+            cut.setdefault(named.group, {})[named.fqn] = i
+    own = [
+        {fqn: _entry(members[i], states[i]) for fqn, i in each.items()}
+        for each in cut.values()
+    ]
     # All exchanges before any error: a rank that raised would be missing in the next.
     outcomes = [exchange(problem, *pair) for pair in zip(own, cut, strict=True)]
     if problem is not None:
@@ -146,11 +194,13 @@ def require_same_state(
     failure = next(filter(None, failures), None)
     if failure is not None:
         raise failure.rebuilt()
-    for mine, said, numbers in zip(own, outcomes, cut.values(), strict=True):
-        for rank, each in enumerate(said):
-            _require_same_names(mine, each.value, rank)
-        for i, *entries in zip(numbers, *(each.value for each in said), strict=True):
-            _take(members[i], states, i, entries)
+    for mine, said, places in zip(own, outcomes, cut.values(), strict=True):
+        told = [each.value for each in said]
+        for rank, theirs in enumerate(told):
+            for fqn in sorted(mine.keys() ^ theirs.keys()):
+                raise _differing(fqn, "here", mine.get(fqn), rank, theirs.get(fqn))
+        for fqn, i in places.items():
+            _take(members[i], states, i, [each[fqn] for each in told])
 
 
 def misfit(named: Named, values: Values) -> CheckpointError | None:
@@ -182,23 +232,7 @@ def _entry(named: Named, values: Values) -> _Entry:
             with suppress(Exception):
                 pickle.dumps(value)
                 told[key] = value, True
-    return _Entry(named.fqn, keys, told)
-
-
-def _made(told: Any, leaf: Tensor) -> Any:
-    """Create the described state for ``leaf``, which has no elements."""
-    if isinstance(told, torch.dtype):
-        return torch.empty(leaf.shape, dtype=told, device=leaf.device)
-    value, is_on_cpu = told
-    return value if is_on_cpu else value.to(leaf.device)
-
-
-def _require_same_names(own: list[_Entry], theirs: list[_Entry], rank: int) -> None:
-    """Refuse the entries of a rank that are of other parameters than this rank's."""
-    nothing = _Entry("nothing more", [], {})
-    for mine, other in zip_longest(own, theirs, fillvalue=nothing):
-        if mine.fqn != other.fqn:
-            raise _differing("here", mine, f"on rank {rank} of the shard group", other)
+    return _Entry(keys, told)
 
 
 def _take(
@@ -208,22 +242,29 @@ def _take(
     assert named.ref is not None
     # Holders only, which the layout tells: state of other ranks may be stale.
     holders, own_rank = named.holders, named.ref.region.rank
-    here = own_rank if own_rank in holders else holders[0]
     for rank in holders:
-        if entries[rank].keys != entries[here].keys:
-            where, there = (f"on rank {r} of the shard group" for r in (here, rank))
-            where = "here" if here == own_rank else where
-            raise _differing(where, entries[here], there, entries[rank])
-    if here != own_rank:
+        if entries[rank].keys != entries[holders[0]].keys:
+            first = f"on rank {holders[0]}", entries[holders[0]]
+            raise _differing(named.fqn, *first, rank, entries[rank])
+    if own_rank not in holders:
         # Also in place of state that an earlier load or step left here.
-        told = entries[here].told.items()
-        states[i] = {key: _made(each, named.parameter) for key, each in told}
+        states[i] = {}
+        for key, told in entries[holders[0]].told.items():
+            leaf = named.parameter
+            if isinstance(told, torch.dtype):
+                made = torch.empty(leaf.shape, dtype=told, device=leaf.device)
+            else:
+                made = told[0] if told[1] else told[0].to(leaf.device)
+            states[i][key] = made
 
 
-def _differing(here: str, mine: _Entry, there: str, theirs: _Entry) -> DesyncError:
+def _differing(
+    fqn: str, where: str, one: _Entry | None, rank: int, other: _Entry | None
+) -> DesyncError:
     """Return the error of ranks whose optimizers hold different state."""
+    has, others = (None if each is None else each.keys for each in (one, other))
     return DesyncError(
-        f"Optimizer state differs over ranks: {here} {quoted(mine.fqn)} has "
-        f"{mine.keys}, {there} {quoted(theirs.fqn)} has {theirs.keys}. Build the "
-        "optimizer with the same parameters on every rank, and step all of them."
+        f"Optimizer state differs over ranks: {quoted(fqn)} has {has} {where} and "
+        f"{others} on rank {rank} of the shard group. Build the optimizer with the "
+        "same parameters on every rank, and step all of them."
     )

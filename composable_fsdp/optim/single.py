@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from composable_fsdp.access.gather import gather_slot
 from composable_fsdp.access.single import find_parameter, unit_of
@@ -18,7 +18,6 @@ from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import did_you_mean, listed, quoted, takes_optimizer
 from composable_fsdp.optim.flat_state import (
     Values,
-    is_scalar,
     originals,
     parts_of,
     require_flattenable,
@@ -27,13 +26,10 @@ from composable_fsdp.optim.flat_state import (
 )
 from composable_fsdp.optim.names import Named, meet_for_state, require_pair
 from composable_fsdp.optim.save import plain_values
-from composable_fsdp.optim.sharded import require_same_state
+from composable_fsdp.optim.sharded import part_for, require_same_state
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import require_elementwise
 from composable_fsdp.planning.dtensors import is_dtensor
-
-_STEP = "step"
-"""The state whose dtype and device an optimizer chooses by its options."""
 
 
 class OriginalView:
@@ -83,16 +79,17 @@ class OriginalView:
         return part.view(self._made[key])
 
     def keep_given(self, leaf: Any, given: Values) -> None:
-        """Restore what torch has changed of the state loaded for ``leaf``."""
+        """Restore dtypes and containers that torch has changed of a loaded state."""
+        # Optimizers keep ``step`` where their options say.
+        kept = {name: value for name, value in given.items() if name != "step"}
+        kept = tree_map_only(Tensor, lambda t: t.to(leaf.device), kept)
         place = self._places.get(id(leaf))
-        if place is None:
-            _keep_given(given, self.optim.state[leaf])
-            return
-        flat, part = place
-        cut = {k: v for k, v in given.items() if part.is_elementwise(k, v)}
-        self.write(leaf, cut)
-        shared = {k: v for k, v in given.items() if k not in cut}
-        _keep_given(shared, self.optim.state[flat.parameter])
+        if place is not None:
+            flat, part = place
+            cut = {k: v for k, v in kept.items() if part.is_elementwise(k, v)}
+            self.write(leaf, cut)
+            leaf, kept = flat.parameter, {k: kept[k] for k in kept if k not in cut}
+        self.optim.state[leaf].update(kept)
 
     def write(self, leaf: Any, values: Values) -> None:
         """Write states of ``leaf``, if need be into those of its flat parameter."""
@@ -124,30 +121,6 @@ class OriginalView:
         """Refuse values that ``load_state_dict`` would refuse, before they are read."""
         for _, parts in self._flats:
             require_flattenable(parts, [given(part.ref.leaf) for part in parts])
-
-
-def _keep_given(given: Mapping[str, Any], present: dict[str, Any]) -> None:
-    """Restore in ``present``, a loaded state, what torch has changed."""
-    for name in given.keys() & present.keys() - {_STEP}:
-        present[name] = _kept(given[name], present[name])
-
-
-def _kept(given: Any, cast: Any) -> Any:
-    """Return ``cast`` with the dtypes and containers of ``given``, on its devices."""
-    if isinstance(given, Tensor) and isinstance(cast, Tensor):
-        # From the given tensor: the cast one has lost its digits.
-        return cast if cast.dtype == given.dtype else given.to(cast.device)
-    if type(given) is dict and isinstance(cast, dict):
-        others = given.keys() & cast.keys() - {_STEP}
-        return {**cast, **{key: _kept(given[key], cast[key]) for key in others}}
-    if type(given) in (list, tuple, deque) and isinstance(cast, type(given)):
-        items = [_kept(a, b) for a, b in zip(given, cast, strict=True)]
-        # torch makes a deque from its items alone.
-        return (
-            deque(items, given.maxlen) if type(given) is deque else type(given)(items)
-        )
-    # A text is iterable, too: torch makes it into the name of a generator.
-    return given if isinstance(given, str) else cast
 
 
 @takes_optimizer
@@ -199,11 +172,8 @@ def set_full_optim_state(
     named = _find(model, optim, fqn, "set_full_optim_state")
     view = OriginalView(optim)
     own: Any = view.state_of(named.parameter)
-    known = own
-    if named.is_absent:
-        # This rank keeps no state of the parameter, so check against the state names of
-        # the optimizer's other parameters.
-        known = {key for values in optim.state.values() for key in values}
+    known = {key for values in optim.state.values() for key in values}
+    parts = {}
     for key, value in state.items():
         if known and key not in known:
             raise CheckpointError(
@@ -216,8 +186,8 @@ def set_full_optim_state(
                 f"set_full_optim_state expects {key!r} of {quoted(fqn)} as a scalar or "
                 f"in the parameter's full shape {named.shape}, got {shape}."
             )
+        parts[key] = _part(named, key, value, own.get(key))
     if not named.is_absent:
-        parts = {k: _part(named, k, v, own.get(k)) for k, v in state.items()}
         view.write(named.parameter, parts)
 
 
@@ -226,15 +196,12 @@ def _part(named: Named, key: str, value: Any, before: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     # For a 0-d parameter the optimizer's own state tells.
-    scalar = is_scalar(key, value, named.shape) or (
-        value.ndim == 0 and before is not None and named.is_scalar(key, before)
-    )
-    if named.ref is not None and not scalar:
-        value = named.ref.part_of(value)
+    if value.ndim or before is None or not named.is_scalar(key, before):
+        value = part_for(named, key, value)
     # Optimizers keep ``step`` on the CPU.
     if isinstance(before, Tensor):
         value = value.to(before.device, before.dtype)
-    elif not scalar:
+    elif not named.is_scalar(key, value):
         value = value.to(named.parameter.device)
     return value.detach().clone()
 

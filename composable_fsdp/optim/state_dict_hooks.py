@@ -14,27 +14,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable_fsdp.comm.meeting import Call, exchange, meet, raise_on_all_ranks
+from composable_fsdp.comm.meeting import Call, exchange, meet
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.flat_state import (
     BY_NAME,
+    Values,
     flatten_state,
     has_flats,
     originals,
     unflatten_state,
 )
-from composable_fsdp.optim.names import Named, refuse_flats_with_forms, shard_groups
-from composable_fsdp.optim.save import full_state, is_empty, unwrapped, wants_parts
+from composable_fsdp.optim.names import Named, shard_groups
+from composable_fsdp.optim.save import full_state, unwrapped, wants_parts
 from composable_fsdp.optim.sharded import (
-    Values,
-    as_sharded,
+    forget_homes,
+    is_empty,
     mark_partial,
-    misfit,
     part_for,
-    require_same_state,
+    sharded_values,
 )
 from composable_fsdp.optim.step_checks import (
     cut_leaf,
@@ -44,7 +44,7 @@ from composable_fsdp.optim.step_checks import (
 from composable_fsdp.state_dict.dcp_caller import DcpRequest, dcp_request
 from composable_fsdp.state_dict.settings import rank_0_is_first
 from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
+from composable_fsdp.tree.state import _get_module_fsdp_state
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
 Optimizer = torch.optim.Optimizer
@@ -133,7 +133,6 @@ def _on_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
     """Return the state dict with sharded values, or in the form torch asks for."""
     if wants_parts.get():
         return None
-    refuse_flats_with_forms(optim, "optimizer.state_dict()")
     _refuse_torchs_functions(optim)
     state_dict = unflatten_state(optim.param_groups, state_dict)
     asked = dcp_request()
@@ -146,7 +145,7 @@ def _on_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
     members = _members(optim, state_dict["param_groups"], whole=True)
     units = _get_fsdp_states(asked.model)
     given, groups = state_dict["state"], shard_groups(units)
-    state = _sharded(members, given, groups, on_all=True, units=units)
+    state = sharded_values(members, given, groups, alone=False, units=units)
     return {**state_dict, "state": state}
 
 
@@ -159,15 +158,12 @@ def _own(optim: Optimizer, state_dict: StateDict) -> StateDict:
     on_all = all(any(says(n.parameter) for says in SHOWN_ON_ALL) for n in absent)
     handles = [named.handle for named in absent] if on_all else []
     groups = _met(optim, handles, "optimizer.state_dict()")
-    state = _sharded(members, state_dict["state"], groups, on_all=bool(groups))
-    for key, named in members.items():
-        values = state.get(key, {})
-        if named.handle is not None:
-            mark_partial(named.handle, values, quoted(named.fqn))
-        for value in values.values() if absent and not groups else ():
-            if isinstance(value, ShardedValue):
-                # ``full_tensor`` would wait for ranks that lack the entry.
-                value.home = None
+    state = sharded_values(members, state_dict["state"], groups, alone=not groups)
+    shown = {key: state[key] for key in members if key in state}
+    for key, values in shown.items():
+        mark_partial(members[key], values)
+    if absent and not groups:
+        forget_homes(shown)
     return {**state_dict, "state": state}
 
 
@@ -179,46 +175,6 @@ def _refuse_torchs_functions(optim: Optimizer) -> None:
             "by the model's, and got an optimizer over flat parameters, which are none "
             f"of them. {BY_NAME}"
         )
-
-
-def _sharded(
-    members: dict[Any, Named],
-    given: dict[Any, Any],
-    groups: Sequence[dist.ProcessGroup],
-    *,
-    on_all: bool,
-    units: Sequence[_FSDPState] = (),
-) -> dict[Any, Any]:
-    """Return the state with sharded values; ``on_all``: on ranks without elements, too.
-
-    Collective: with ``on_all`` names; an error of a rank goes over ``groups``.
-    """
-    state = dict(given)
-    with raise_on_all_ranks(groups):
-        for key, named in members.items():
-            # State of a parameter without elements on this rank is stale.
-            if named.is_absent and is_empty(state.get(key, {})):
-                state.pop(key, None)
-            elif key in state:
-                state[key] = _shown(named, state[key])
-    if not on_all:
-        return state
-    cut = {key: named for key, named in members.items() if named.is_cut}
-    states = [given.get(key, {}) for key in cut]
-    require_same_state(list(cut.values()), states, units)
-    for (key, named), values in zip(cut.items(), states, strict=True):
-        if named.is_absent and values:
-            state[key] = _shown(named, values)
-    # In the order of the parameters, so that ranks which loop over the state call
-    # ``full_tensor`` in the same order.
-    return {key: state[key] for key in (*members, *state) if key in state}
-
-
-def _shown(named: Named, values: Values) -> Values:
-    """Return state with tensors as ``ShardedValue``. Raises: CheckpointError."""
-    if error := misfit(named, values):
-        raise error
-    return {name: as_sharded(named, value) for name, value in values.items()}
 
 
 def _full(optim: Optimizer, given: StateDict, asked: DcpRequest) -> StateDict:
@@ -245,7 +201,6 @@ def _full(optim: Optimizer, given: StateDict, asked: DcpRequest) -> StateDict:
 
 def _on_load_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
     """Return this rank's part of the given state dict, ready to load."""
-    refuse_flats_with_forms(optim, "optimizer.load_state_dict()")
     _refuse_torchs_functions(optim)
     members = _members(optim, state_dict["param_groups"], whole=True)
     state = {

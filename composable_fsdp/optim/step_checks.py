@@ -7,7 +7,8 @@ first step tells of others. Parameters that every rank holds whole take any opti
 from __future__ import annotations
 
 import hashlib
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -15,16 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composable_fsdp.access.unsharded_unit import NO_STEPS
+from composable_fsdp.access.unshard_params import NO_STEPS
 from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.errors import CompositionError, PhaseError, warn
 from composable_fsdp.flat.flat_parameter import (
+    FLAT_PARAMS,
     FlatParamRecord,
     find_flat,
     flats_in,
     move_own_gradients,
 )
-from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import (
     ParamRef,
     find_param,
@@ -32,6 +34,7 @@ from composable_fsdp.flat.param_ref import (
     param_path,
     slot_path,
     successor,
+    times_replaced,
 )
 from composable_fsdp.flat.value_hash import hash_values
 from composable_fsdp.naming import listed, quoted
@@ -84,6 +87,12 @@ def find_held(parameter: Tensor) -> Held | None:
     return None if flat is None else Held(flat[0], None, flat[1])
 
 
+def find_unit(parameter: Tensor) -> FlatParamHandle | None:
+    """Return the unit that holds a parameter, original or flat."""
+    found = find_leaf(parameter) or find_flat(parameter)
+    return None if found is None else found[0]
+
+
 def held_by(optim: object) -> list[Held]:
     """Return what an optimizer holds of units, in order."""
     return [held for held in map(find_held, parameters_of(optim)) if held is not None]
@@ -91,7 +100,12 @@ def held_by(optim: object) -> list[Held]:
 
 def handles_of(optim: Optimizer) -> list[FlatParamHandle]:
     """Return the units whose parameters or flat parameters ``optim`` holds."""
-    return list({id(held.handle): held.handle for held in held_by(optim)}.values())
+    keys = [*map(id, parameters_of(optim))]
+    # Without a call per parameter, since several checks of a first step ask. The
+    # parameters of a unit share a weak reference, and flat ones are references.
+    found = chain(map(LEAVES.get, keys), map(FLAT_PARAMS.get, keys))
+    links = {id(link): link for link in found if link is not None}.values()
+    return [*dict.fromkeys(unit for link in links if (unit := link()) is not None)]
 
 
 def cut_leaf(parameter: object) -> ParamRef | None:
@@ -142,7 +156,7 @@ def require_outside_unshard_params(optim: Optimizer) -> None:
 
 def steps_on_full_params(optim: Optimizer) -> bool:
     """Return whether ``optim`` steps on full parameters that have gradients."""
-    strangers = [p for p in parameters_of(optim) if find_held(p) is None]
+    strangers = [p for p in parameters_of(optim) if find_unit(p) is None]
     # Full and sharded parameter share a ``__dict__``.
     originals = originals_by_vars() if strangers else {}
     found = [
@@ -186,7 +200,8 @@ def prepare_flats(optim: Optimizer) -> None:
 
 def require_no_flat_originals(optim: Optimizer) -> None:
     """Refuse original parameters whose gradients go to a flat parameter."""
-    for held in held_by(optim):
+    regions = (r for handle in handles_of(optim) for r in handle.layout.regions)
+    for held in held_by(optim) if any(r.flat is not None for r in regions) else ():
         if held.ref is not None and held.ref.region.flat is not None:
             raise CompositionError(
                 f"{type(optim).__name__} holds {held.name}, of which "
@@ -200,6 +215,8 @@ def require_no_flat_originals(optim: Optimizer) -> None:
 def require_current(optim: Optimizer) -> None:
     """Refuse parameters that were replaced in their module, unless both are held."""
     own = set(map(id, parameters_of(optim)))
+    if not times_replaced():
+        return
     # Each with the parameter that is in its place now.
     replaced = [found[1] for p in parameters_of(optim) if (found := successor(p))]
     new = [find_held(p) for p in replaced if id(p) not in own and p.requires_grad]
@@ -231,7 +248,7 @@ def require_agreement(optim: Optimizer, refused: str | None, *, is_first: bool) 
             other = peers.say([ours, gradients])
             if other is not None:
                 rank, (theirs, their_gradients) = other
-                own = own or _difference(optim, ours, theirs, rank)
+                own = own or _difference(optim, ours, theirs, rank=rank)
                 if gradients != their_gradients:
                     _warn_of_unreduced(optim, plain, rank)
         # Passed on, for ranks that share no group with the one that refuses.
@@ -246,55 +263,52 @@ _PATIENCE: Final = 5.0
 """Seconds that a rank waits in its step for ranks that do not step."""
 
 
-def _options(optim: Optimizer, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Return the numbers among the options of each parameter in units of ``group``."""
-    held: dict[str, Any] = {}
-    # By name, because the order of the groups may differ.
+def _options(optim: Optimizer, group: dist.ProcessGroup) -> list[list[Any]]:
+    """Return rows of numbers among the options, and names in units of ``group``."""
+    rows: dict[str, list[Any]] = {}
     for each in optim.param_groups:
-        # As JSON returns them, which has no tuples. Betas are several numbers.
-        several = {k: list(v) if isinstance(v, tuple) else v for k, v in each.items()}
+        # Lists, as JSON returns them. Betas are several numbers.
+        several = {k: [*v] if isinstance(v, tuple) else [v] for k, v in each.items()}
         numbers = {
-            key: value
-            for key, value in several.items()
-            if all(
-                isinstance(n, (int, float))
-                for n in (value if isinstance(value, list) else [value])
-            )
+            key: values
+            for key, values in several.items()
+            if all(isinstance(value, (int, float)) for value in values)
         }
         leaves = filter(None, map(find_leaf, each["params"]))
-        names = (param_path(*leaf) for leaf in leaves if leaf[0].groups.shard is group)
-        held |= dict.fromkeys(names, numbers)
-    return dict(sorted(held.items()))
+        names = [param_path(*leaf) for leaf in leaves if leaf[0].groups.shard is group]
+        if names:
+            rows.setdefault(repr(numbers), [numbers, []])[1].extend(names)
+    # By name, because the order of the groups may differ.
+    named = [[numbers, sorted(names)] for numbers, names in rows.values()]
+    return sorted(named, key=itemgetter(1))
 
 
-def _difference(
-    optim: Optimizer, ours: dict[str, Any], theirs: dict[str, Any], rank: int
-) -> str | None:
+def _difference(optim: Optimizer, *rows: list[list[Any]], rank: int) -> str | None:
     """Return the error for options that another rank has otherwise."""
-    if ours == theirs:  # 1 and 1.0
-        return None
-    what = "the same parameters"
-    pair: tuple[Any, ...] = (f"{len(ours)} parameters", "others")
-    if ours.keys() == theirs.keys():
-        name = next(n for n in ours if ours[n] != theirs[n])
-        one, two = ours[name], theirs[name]
+    ours, theirs = ({name: of for of, names in r for name in names} for r in rows)
+    for name in {**ours, **theirs}:
+        one, two = ours.get(name, {}), theirs.get(name, {})
+        if one == two:  # 1 and 1.0
+            continue
         key = min(k for k in {**one, **two} if one.get(k) != two.get(k))
-        what, pair = f"one {key!r} for {quoted(name)}", (one.get(key), two.get(key))
-    told = sorted(zip((dist.get_rank(), rank), pair, strict=True))
-    return (
-        f"{type(optim).__name__} expects on all ranks {what}, got "
-        f"{listed(f'{value} on rank {each}' for each, value in told)}. Each rank would "
-        "train its rows of a parameter with settings of its own. p.shape and p.numel() "
-        "of a sharded parameter are those of this rank's rows: choose groups and rates "
-        "by name, by composable_fsdp.access.full_shape(p), or before fully_shard."
-    )
+        pairs = sorted([(dist.get_rank(), one.get(key)), (rank, two.get(key))])
+        told = (f"{listed(v) if v else None} on rank {r}" for r, v in pairs)
+        return (
+            f"{type(optim).__name__} expects on all ranks one {key!r} for "
+            f"{quoted(name)}, got {listed(told)}. Each rank would train its rows of a "
+            "parameter with settings of its own. p.shape and p.numel() of a sharded "
+            "parameter are those of this rank's rows: choose groups and rates by name, "
+            "by composable_fsdp.access.full_shape(p), or before fully_shard."
+        )
+    return None
 
 
 def _groups_of(optim: Optimizer) -> dict[dist.ProcessGroup, FlatParamHandle]:
     """Return each shard group, with the unit of the optimizer of the least name."""
     firsts: dict[dist.ProcessGroup, FlatParamHandle] = {}
     # Ranks may order the parameters of an optimizer differently.
-    handles = dict.fromkeys(h.handle for h in held_by(optim) if h.flat is None)
+    leaves = filter(None, map(find_leaf, parameters_of(optim)))
+    handles = dict.fromkeys(handle for handle, _ in leaves)
     for handle in sorted(handles, key=attrgetter("full_fqn")):
         # Not by ``optim.state``: a rank whose elements are all frozen has no state, and
         # the other ranks would wait for that rank.
@@ -356,9 +370,10 @@ def _warn_of_unreduced(optim: Optimizer, plain: list[nn.Parameter], rank: int) -
 
 def is_unmanaged(parameter: nn.Parameter) -> bool:
     """Return whether no unit holds the trainable parameter, and no option names it."""
+    if find_unit(parameter) is not None:
+        return False
     # By ``requires_grad`` and not by ``.grad``, which may differ between ranks.
-    trains = parameter.requires_grad and not hasattr(parameter, IGNORED)
-    return trains and find_held(parameter) is None
+    return parameter.requires_grad and not hasattr(parameter, IGNORED)
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -21,10 +20,10 @@ from torch.optim.optimizer import (
 
 from composable_fsdp.errors import CheckpointError, warn
 from composable_fsdp.flat import residency
-from composable_fsdp.flat.gradients import has_arrived
+from composable_fsdp.flat.gradients import are_cleared, has_arrived
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import times_replaced
-from composable_fsdp.flat.residency import count_step, is_counting_steps
+from composable_fsdp.flat.residency import is_counting_steps
 from composable_fsdp.naming import listed
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import (
@@ -51,7 +50,7 @@ FIRST_STEPS: list[Callable[[Optimizer], None]] = []
 class _KnownOptimizer:
     """Facts about an optimizer, valid while ``at`` is unchanged."""
 
-    __slots__ = ("at", "counted", "has_empty", "handles", "looks", "uncounted")
+    __slots__ = ("at", "handles", "has_empty", "held", "looks", "uncounted")
 
     def __init__(self, at: object, optim: Optimizer) -> None:
         self.at = at
@@ -59,17 +58,16 @@ class _KnownOptimizer:
         length of each group's list."""
         # Weak, so that a deleted model is free.
         self.handles = tuple([weakref.ref(handle) for handle in handles_of(optim)])
-        # Fused kernels do not move version counters, on any rank.
-        groups = [group for group in optim.param_groups if not group.get("fused")]
-        held = [p for group in groups for p in group["params"]]
-        self.counted = frozenset(map(id, held))
-        """Ids of the parameters whose versions move in a step that writes them."""
-        self.has_empty = any(not p.numel() and find_leaf(p) for p in held)
+        parameters = parameters_of(optim)
+        self.held = frozenset(map(id, parameters))
+        self.has_empty = any(not p.numel() and find_leaf(p) for p in parameters)
         """Whether elements, and steps, of some of these are all on other ranks."""
-        # A foreign optimizer may have such kernels, too. A version that moves twice
-        # does no harm.
+        # Fused kernels do not move version counters, on any rank, and a foreign
+        # optimizer may have such. A version that moves twice does no harm.
         is_torchs = type(optim).__module__.startswith("torch.optim")
-        self.uncounted = not is_torchs or len(groups) < len(optim.param_groups)
+        self.uncounted = not is_torchs or any(
+            g.get("fused") for g in optim.param_groups
+        )
         """Whether the step may write without moving version counters."""
         self.looks = 0
 
@@ -144,10 +142,9 @@ def after_step(optim: Optimizer, *_: object) -> None:
         if met is None:
             return
         if is_counting_steps():
-            count_step(met.handles)
-            _hide_old_values(met)
+            _count_step(met)
         if met.uncounted or met.has_empty:
-            _count_writes(optim, met)
+            _count_writes(met)
 
 
 def _warn_of_unreduced(optim: Optimizer, met: _KnownOptimizer) -> None:
@@ -162,51 +159,31 @@ def _warn_of_unreduced(optim: Optimizer, met: _KnownOptimizer) -> None:
         )
 
 
-def _count_writes(optim: Optimizer, met: _KnownOptimizer) -> None:
+def _count_writes(met: _KnownOptimizer) -> None:
     """Move versions that the step has not moved, as other steps and ranks do."""
     written: list[torch.Tensor] = []
     for handle in met.units():
         unseen = met.uncounted and handle.phase is BACKWARD_PRE
-        if unseen or met.has_empty:
-            written += _unmoved(handle, met.counted, unseen=unseen)
-    if written and _may_have_stepped(optim, met):
-        increment_version(written)
+        for region in handle.layout.trainable:
+            # If this rank's gradients were cleared before the step, so were those of
+            # other ranks; a rank that holds no elements cannot tell.
+            if region.holders and are_cleared(region.holders):
+                continue
+            # Of a parameter without elements here ``shown`` tells of the other ranks:
+            # it is as the last reduction set it, and ``zero_grad`` does not clear it.
+            shown, leaves = region.gradient.shown, region.leaves
+            written += [leaves[index] for index in region.absent if shown[index]]
+            if unseen:
+                written += [each for each in region.graded if each.grad is not None]
+    if written:
+        keys = zip(written, map(id, written), strict=True)
+        increment_version([each for each, key in keys if key in met.held])
 
 
-def _unmoved(
-    handle: FlatParamHandle, counted: frozenset[int], *, unseen: bool
-) -> list[torch.Tensor]:
-    """Return a unit's parameters whose versions a step, ``unseen`` or not, left."""
-    # No call for each parameter, because this runs in every step.
-    found: list[torch.Tensor] = []
-    for region in handle.layout.trainable:
-        leaves, shown = region.leaves, region.gradient.shown
-        flat = region.flat is not None and region.flat.grad is not None
-        # Of a parameter without elements here ``shown`` tells of the other ranks: it is
-        # as the last reduction set it, and ``zero_grad`` on this rank does not clear
-        # it. An optimizer passes by parameters without a gradient.
-        found += [
-            leaf
-            for leaf, key, numel, graded in zip(
-                leaves,
-                map(id, leaves),
-                map(torch.Tensor.numel, leaves),
-                shown,
-                strict=True,
-            )
-            if (
-                graded
-                and not numel
-                and (unseen or (leaf.grad is None and key in counted))
-            )
-            or (unseen and (flat or leaf.grad is not None))
-        ]
-    return found
-
-
-def _hide_old_values(met: _KnownOptimizer) -> None:
-    """Show sharded parameters where a step has made full ones old."""
+def _count_step(met: _KnownOptimizer) -> None:
+    """Count a step; show sharded parameters where it has made full ones old."""
     for handle in met.units():
+        handle.writes.steps += 1
         # A unit in forward or backward reads the full parameters.
         if handle.backward.task != NO_TASK or handle.calls:
             continue
@@ -214,24 +191,3 @@ def _hide_old_values(met: _KnownOptimizer) -> None:
             residency.use_sharded(handle)
         elif handle.residency is residency.SHARDED and handle.form.handed is not None:
             handle.form.handed(handle)
-
-
-def _may_have_stepped(optim: Optimizer, met: _KnownOptimizer) -> bool:
-    """Return whether the step may have changed parameters, on this or another rank."""
-    # If this rank's gradients were cleared before the step, so were those of other
-    # ranks. Only a parameter that the last reduction gave a gradient tells; a rank that
-    # holds elements of none cannot.
-    stepped = set(map(id, parameters_of(optim)))
-    # Lazily: usually the first has a gradient, and the hook runs in every step.
-    found = (
-        each.grad is not None
-        for handle in met.units()
-        for each in chain(
-            *(compress(r.leaves, r.gradient.shown) for r in handle.layout.trainable),
-            # A flat parameter holds this rank's elements of all its leaves.
-            handle.writes.flat_parameters,
-        )
-        if id(each) in stepped and each.numel()
-    )
-    first = next(found, True)
-    return first or any(found)

@@ -5,17 +5,10 @@ Hooks of the graph and of the full parameters call this file, first to last::
     UnitForward.alias        an input that requires grad becomes an alias of this call
     hook_outputs             at the end of the forward: ``pre_backward`` at the outputs
     pre_backward             backward enters the unit: unshard
-    arrive                   a gradient: ``pending`` parameters are left; 0 may reduce
-    UnitForward.input_done   the last alias: the parameters are no longer needed
+    arrive                   a gradient waits for the reduction
+    UnitForward.input_done   the last alias of all calls: reshard, then reduce
 
-``graph_task`` ends the units that saw only a part of these. ``BackwardProgress`` says::
-
-    pending > 0                          gradients of this graph task are to come
-    open_calls > 0                       a forward of the unit still waits for gradients
-    expected_calls == open_calls > 0     each of these will call ``input_done``
-    pending == open_calls == 0           the unit is through: reshard, then reduce
-    pending < 0                          no pre-backward: the end of the task reduces
-    retained                             ``create_graph``: full until the task ends
+``graph_task`` ends the units that saw only a part of these, as one without an alias.
 """
 
 from __future__ import annotations
@@ -32,6 +25,7 @@ from torch import Tensor, nn
 from composable_fsdp.comm.operations import OPEN, end_range
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
+from composable_fsdp.flat.gradients import has_arrived
 from composable_fsdp.flat.handle import (
     NO_TASK,
     BackwardProgress,
@@ -43,16 +37,15 @@ from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.flat.residency import NOT_GATHERED
 from composable_fsdp.phases import BACKWARD_POST
 from composable_fsdp.runtime.graph_task import (
+    FSDP_HOOK_KEY,
+    awaits_gradients,
     begin_unit_backward,
     current_task,
     register_task_end,
     reset_failed_graph_tasks,
     will_run,
 )
-from composable_fsdp.runtime.reduce import (
-    copy_grads_to_reduce_buffers,
-    reduce_gradients,
-)
+from composable_fsdp.runtime.reduce import copy_grads_to_reduce_buffers
 from composable_fsdp.runtime.unshard import (
     keep_full,
     prefetch_backward,
@@ -68,8 +61,6 @@ from composable_fsdp.tree.state import StepOrder, _FSDPState
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Return the sequence number of the next node of this thread."""
-FSDP_HOOK_KEY = -1
-"""Key of our hook in the hook dicts of a full parameter and of a module's forward."""
 
 
 @dataclass(slots=True, eq=False)
@@ -149,10 +140,15 @@ class UnitForward:
         # Complete gradients alone do not allow a reshard: the last operation that reads
         # the parameters may compute the gradient of an input. Reshard before the
         # reduction, so that the reduce buffer can take the memory of the parameters.
-        through = progress.open_calls == progress.pending == 0 and not progress.retained
-        if through:
-            reshard_after_backward(state, handle)
-        reduces = through and handle.reduction.due and state.settings.sync_gradients
+        reduces = False
+        waits = progress.open_calls or (progress.pending and awaits_gradients(handle))
+        if not waits:
+            if not progress.retained:
+                reshard_after_backward(state, handle)
+            # Of a unit that stays full until the graph task ends: if compute is left
+            # that may hide the reduction.
+            if order.reached or not progress.retained:
+                reduces = state.settings.sync_gradients and has_arrived(handle)
         progress.expected_calls -= 1
         # ``reached`` and not ``self.index``: units inside this unit have run since, so
         # the next unit is the one before the earliest use that backward has reached.
@@ -347,7 +343,6 @@ def make_grad_hook(
         progress = reduce.progress
         if (
             progress is None
-            or progress.task != current_task()
             or reduce.arrived[index]
             or not region.leaves[index].requires_grad
         ):
@@ -358,10 +353,9 @@ def make_grad_hook(
         reduce.waiting[index] = gradient
         reduce.arrived[index] = 1
         progress.pending -= 1
-        if not progress.pending:
+        if not progress.pending and progress.endless:
             del gradient  # let the reduction free the gradient
-            unit = reduce.owner()
-            _on_all_gradients(unit, unit.handle)
+            _reduce_ahead(reduce.owner(), progress)
 
     return arrive
 
@@ -374,19 +368,13 @@ def _arrive(
 ) -> None:
     """Take a gradient that no pre-backward of the graph task announced as usual."""
     unit: _FSDPState | None = None if region is None else region.reduce.owner()
+    gradient, leaf.grad = leaf.grad, None
     if region is None or unit is None:
-        leaf.grad = None
         raise earlier_forward(f"a parameter of shape {tuple(leaf.shape)}")
-    reduce = region.reduce
-    handle, task = unit.handle, current_task()
-    gradient = leaf.grad
-    # The gradient is None if a custom Function returned none; the hook is still
-    # counted. A parameter that was frozen after the forward gets no gradient, as in
-    # plain torch.
-    if gradient is not None and not region.leaves[index].requires_grad:
-        leaf.grad = gradient = None
-    if gradient is not None:
-        leaf.grad = None
+    reduce, handle, task = region.reduce, unit.handle, current_task()
+    # None if a custom Function returned none. A parameter that was frozen after the
+    # forward gets no gradient, as in plain torch.
+    if gradient is not None and region.leaves[index].requires_grad:
         if gradient.requires_grad:  # with create_graph
             gradient = gradient.detach()
         if param_form is not None:
@@ -400,14 +388,19 @@ def _arrive(
         else:
             reduce.waiting[index] = gradient
             reduce.arrived[index] = 1
-        del gradient  # let the reduction free the gradient
-    # A gradient of another graph task (a reentrant checkpoint inside the unit) is only
-    # accumulated.
+    del gradient  # let the reduction free the gradient
     progress = handle.backward
     if progress.task == task:
         progress.pending -= 1
-        if progress.pending == 0:
-            _on_all_gradients(unit, handle)
+        if not progress.pending and progress.endless:
+            _reduce_ahead(unit, progress)
+
+
+def _reduce_ahead(state: _FSDPState, progress: BackwardProgress) -> None:
+    """Reduce a unit without an alias, if compute is left that may hide this."""
+    if state.settings.sync_gradients and any(o.reached for o in progress.orders):
+        assert state.context is not None
+        progress.orders[0].reduce(state.context, state.handle)
 
 
 def _on_unexpected_grad(state: _FSDPState, handle: FlatParamHandle) -> None:
@@ -430,37 +423,7 @@ def _on_unexpected_grad(state: _FSDPState, handle: FlatParamHandle) -> None:
     if handle.backward.task == NO_TASK:
         task = current_task()
         register_task_end(context, state, task)
-        # It never counts down to 0, so the final callback of the graph task reduces.
-        handle.backward = BackwardProgress(task, pending=-1)
-
-
-def _on_all_gradients(state: _FSDPState, handle: FlatParamHandle) -> None:
-    """Reshard and reduce the unit, unless an open forward call will do so later."""
-    context = state.context
-    assert context is not None
-    progress = handle.backward
-    # If every open call has an alias, the last ``input_done`` reshards and reduces.
-    uses = progress.open_calls + progress.retained
-    if progress.expected_calls and progress.expected_calls == uses:
-        return
-    # Backward has entered every unit of the forward, so little is left that could hide
-    # a reduction: the end of the graph task reshards this unit before.
-    if uses and all(order.reached == 0 for order in progress.orders):
-        return
-    if uses == 0:
-        # Reshard first: the reduce buffer can then take the memory of the full
-        # parameters.
-        reshard_after_backward(state, handle)
-    if state.settings.sync_gradients:
-        for region in handle.layout.trainable:
-            if uses and 0 in region.reduce.arrived:
-                # Missing gradients may still arrive without a pre-backward, from a
-                # reentrant checkpoint inside the unit. The last ``input_done`` comes
-                # after the checkpoint and reduces once.
-                break
-        else:
-            reduce = progress.orders[0].reduce if progress.orders else reduce_gradients
-            reduce(context, handle)
+        handle.backward = BackwardProgress(task)
 
 
 def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:

@@ -31,13 +31,16 @@ from composable_fsdp.flat.residency import (
 )
 from composable_fsdp.phases import BACKWARD_PRE, FORWARD, IDLE
 from composable_fsdp.runtime.backward import (
-    FSDP_HOOK_KEY,
     Arguments,
     UnitForward,
     hook_outputs,
 )
 from composable_fsdp.runtime.grad_hooks import install_grad_hooks
-from composable_fsdp.runtime.graph_task import current_task, runs_elsewhere
+from composable_fsdp.runtime.graph_task import (
+    FSDP_HOOK_KEY,
+    current_task,
+    runs_elsewhere,
+)
 from composable_fsdp.runtime.offload import synchronize_copy_stream
 from composable_fsdp.runtime.recover import (
     begin_iteration,

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from composable_fsdp.comm import device
 from composable_fsdp.comm.device import NO_EVENTS, outside_transforms
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.runtime.backward import FSDP_HOOK_KEY, make_grad_hook
+from composable_fsdp.runtime.backward import make_grad_hook
+from composable_fsdp.runtime.graph_task import FSDP_HOOK_KEY
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _AccumulateGradFeeder: Any = torch._C._functions.DelayedError

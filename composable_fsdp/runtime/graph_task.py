@@ -23,7 +23,7 @@ from composable_fsdp.comm.operations import (
 )
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
-from composable_fsdp.flat.flat_parameter import FLAT_PARAMS, move_gradients_in
+from composable_fsdp.flat.flat_parameter import FLAT_PARAMS, move_own_gradients
 from composable_fsdp.flat.gradients import has_arrived
 from composable_fsdp.flat.handle import (
     LEAVES,
@@ -33,7 +33,7 @@ from composable_fsdp.flat.handle import (
     FlatParamHandle,
 )
 from composable_fsdp.flat.param_ref import place_path
-from composable_fsdp.flat.residency import SHARDED, find_unreadable, find_written
+from composable_fsdp.flat.residency import SHARDED, find_changed
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import BACKWARD_PRE, SUMMON, Phase
 from composable_fsdp.runtime.offload import finish_d2h_grad_copies
@@ -56,6 +56,8 @@ current_task: Callable[[], int] = torch._C._current_graph_task_id
 backward."""
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Return whether the graph task that is running will execute the node."""
+FSDP_HOOK_KEY = -1
+"""Key of our hook in the hook dicts of a full parameter and of a module's forward."""
 _engine = torch.autograd.Variable._execution_engine
 BACKWARDS: dict[int, int] = {}
 """By thread: number of calls of autograd's engine that are running there."""
@@ -83,24 +85,30 @@ def run_backward(
         ids = set(map(id, args[3]))
         if ids & LEAVES.keys() or ids & FLAT_PARAMS.keys():
             refuse(args[3])
+        for each in args[3]:
+            hooks = getattr(each, "_post_accumulate_grad_hooks", None) or {}
+            if FSDP_HOOK_KEY in hooks and (region := hooks[FSDP_HOOK_KEY].__self__()):
+                raise _full_param_requested(region.reduce.owner().handle, each)
     thread = get_ident()
     BACKWARDS[thread] = BACKWARDS.get(thread, 0) + 1
     _other_requests += of_others
     try:
         return run(outputs, *args, **kwargs)
     except RuntimeError as error:
-        if (read := find_unreadable(str(error))) is not None:
+        changed, sharded = find_changed(str(error))
+        if changed and sharded:
             raise PhaseError(
-                f"Backward needs parameter {read} while it is sharded: it came to the "
-                "parameter's unit through a tensor that the unit's forward did not "
-                "return, or after the unit had given its weights up. Return the tensor "
-                "from the forward (an auxiliary loss as a second output), or keep it "
-                "on an attribute of the unit's module from the first forward on."
+                f"Backward needs parameter {changed[0]} while it is sharded: it came "
+                "to the parameter's unit through a tensor that the unit's forward did "
+                "not return, or after the unit had given its weights up. Return the "
+                "tensor from the forward (an auxiliary loss as a second output), or "
+                "keep it on an attribute of the unit's module from the first forward "
+                "on."
             ) from error
-        if written := find_written(str(error)):
+        if changed:
             raise PhaseError(
                 "Backward needs a tensor as it was in the forward, and it was written "
-                f"to since. Parameter {' or '.join(written[:4])} was: an optimizer "
+                f"to since. Parameter {' or '.join(changed[:4])} was: an optimizer "
                 "step, load_state_dict, set_full_param or a write in place came "
                 "between the forward and its backward. Run backward before. torch "
                 f"says: {error}"
@@ -111,6 +119,18 @@ def run_backward(
         BACKWARDS[thread] -= 1
         if not BACKWARDS[thread]:
             del BACKWARDS[thread]
+
+
+def _full_param_requested(handle: FlatParamHandle, leaf: object) -> PhaseError:
+    """Return the error for ``autograd.grad`` with respect to a full parameter."""
+    shown = [each is leaf for each in handle.form.placed]
+    return PhaseError(
+        "torch.autograd.grad was asked for the gradient of full parameter "
+        f"{quoted(place_path(handle, shown.index(True)))}, which unit {handle.name} "
+        "has shown since unshard or in a forward: the result would be that of this "
+        "rank's batch alone. Call backward() and read .grad, which is averaged over "
+        "ranks."
+    )
 
 
 def parameters_not_requested() -> bool:
@@ -191,44 +211,25 @@ def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -
     if profiler._is_profiler_enabled:
         begin_range("backward", context, handle.full_fqn)
     handle.phase = BACKWARD_PRE
-    try:
-        # ``_will_engine_execute_node`` raises for the AccumulateGrad node of a
-        # parameter if ``autograd.grad`` captures the gradient.
-        pending = sum(map(will_run, handle.form.accumulators))
-    except RuntimeError as error:
-        raise _full_param_requested(handle) from error
     # With ``create_graph`` the graph of this backward reads the parameters again.
-    progress = BackwardProgress(task, pending, torch.is_grad_enabled())
-    handle.backward = progress
-    if pending:
-        handle.reduction.due = True
+    retained, pending = torch.is_grad_enabled(), len(handle.form.accumulators)
+    handle.backward = progress = BackwardProgress(task, pending, retained)
     # A leaf with a form has a gradient of another class; with ``create_graph`` a
     # gradient requires grad.
-    usual = None if handle.layout.forms or progress.retained else progress
+    usual = None if handle.layout.forms or retained else progress
     for region in handle.layout.trainable:
+        handle.reduction.due = True
         region.reduce.progress = usual
 
 
-def _full_param_requested(handle: FlatParamHandle) -> PhaseError:
-    """Return the error for ``autograd.grad`` with respect to a full parameter."""
-    captured = next(filter(_is_captured, handle.form.accumulators))
-    shown = [leaf is captured.variable for leaf in handle.form.placed]
-    return PhaseError(
-        "torch.autograd.grad was asked for the gradient of full parameter "
-        f"{quoted(place_path(handle, shown.index(True)))}, which unit {handle.name} "
-        "has shown since unshard or in a forward: the result would be that of this "
-        "rank's batch alone. Call backward() and read .grad, which is averaged over "
-        "ranks."
+def awaits_gradients(handle: FlatParamHandle) -> bool:
+    """Return whether the graph task will bring gradients that have not arrived."""
+    arrived = b"".join([each.reduce.arrived for each in handle.layout.trainable])
+    return 0 in arrived and any(
+        will_run(node)
+        for node, hit in zip(handle.form.accumulators, arrived, strict=False)
+        if not hit
     )
-
-
-def _is_captured(accumulator: Any) -> bool:
-    """Return whether ``autograd.grad`` captures the gradient of an AccumulateGrad."""
-    try:
-        will_run(accumulator)
-    except RuntimeError:
-        return True
-    return False
 
 
 class TaskEnd:
@@ -336,7 +337,8 @@ def finish_task(context: RuntimeContext, task: int) -> None:
             if context.offload:
                 finish_d2h_grad_copies(context)
             if FLAT_PARAMS:
-                move_gradients_in(context.handles)
+                flats = [h.writes.flat_parameters for h in context.handles]
+                move_own_gradients(FLAT_PARAMS[id(p)] for each in flats for p in each)
         free_oldest(context, keep=0)
         for log in context.backward_logs:
             log.end()
@@ -354,15 +356,15 @@ def _finish_reached_units(
             end_range("backward", context, handle.full_fqn)
         if handle.backward.task != task:
             continue
-        # ``reset_backward`` and a part of ``has_arrived``, inlined: two calls per unit.
+        # ``reset_backward``, inlined: a call per unit.
         handle.backward = NO_BACKWARD
         handle.phase = Phase.IDLE
-        if (
-            handle.reduction.due
-            and has_arrived(handle)
-            and state.settings.sync_gradients
-        ):
-            late.append(handle)
+        if handle.reduction.due:
+            handle.reduction.due = has_arrived(handle)
+            for region in handle.layout.trainable:
+                region.reduce.progress = None
+            if handle.reduction.due and state.settings.sync_gradients:
+                late.append(handle)
         if handle.calls:
             # This backward ran inside a forward of the unit, which still reads the
             # parameters.

@@ -45,7 +45,7 @@ class _Unfilled:
             if func is torch.empty_like and not made.is_meta:
                 _mark(made)
                 if issubclass(cls, nn.Parameter):
-                    WatchedShard.watch(made, Draws(made.as_subclass(Tensor)))
+                    made.__class__ = WatchedShard
         return made
 
 
@@ -61,42 +61,18 @@ class UnfilledParameter(_Unfilled, nn.Parameter):
     """A sharded parameter on meta. Memory made from it is a ``WatchedShard``."""
 
 
-class Draws:
-    """What was written into the memory of a shard."""
-
-    __slots__ = ("drawn", "values")
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self.drawn = False
-        """Whether random numbers were drawn, and not all were overwritten since."""
-
-    def note(self, func: str, tensor: Tensor) -> None:
-        """Note that ``func`` has run on ``tensor``, the shard or a view of it."""
-        if RANDOM.fullmatch(func):
-            self.drawn = True
-        elif func in _OVERWRITES and tensor.numel() == self.values.numel():
-            self.drawn = False
-
-
 RANDOM = re.compile(
     "(kaiming_|trunc_|log_)?normal_|(kaiming_)?uniform_|random_|bernoulli_|"
     "exponential_|cauchy_|geometric_"
 )
 """Functions that draw numbers into a tensor."""
-_OVERWRITES = frozenset(("copy_", "fill_", "zero_", "set_", "constant_"))
+_OVERWRITES = frozenset(("copy_", "fill_", "zero_", "constant_"))
+_drawn: set[int] = set()
+"""The memory of watched shards that holds random numbers, as the last full write."""
 
 
 class WatchedShard(Tensor):
     """A shard with memory, or a view of it, until the unit adopts the parameter."""
-
-    draws: Draws
-
-    @classmethod
-    def watch(cls, made: Any, draws: Draws) -> None:
-        """Make ``made``, the shard or a view of it, a watched shard."""
-        made.__class__ = cls
-        made.draws = draws
 
     @classmethod
     def __torch_function__(
@@ -106,32 +82,32 @@ class WatchedShard(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        given = (*args, *kwargs.values())
+        given = (*args, *(kwargs or {}).values())
+        name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
-            watched = [each for each in given if type(each) is cls]
-            made = func(*args, **kwargs)
-            for each in watched:
-                each.draws.note(getattr(func, "__name__", ""), each)
+            made = func(*args, **(kwargs or {}))
+            for each in given:
+                if type(each) is not cls:
+                    continue
+                memory = each.untyped_storage()
+                if RANDOM.fullmatch(name):
+                    _drawn.add(memory._cdata)
+                elif name in _OVERWRITES and each.nbytes == memory.nbytes():
+                    _drawn.discard(memory._cdata)
                 # Writes through ``.data`` or a row are writes into the shard.
-                if type(made) is Tensor and _is_view(made, each):
-                    cls.watch(made, each.draws)
+                if type(made) is Tensor and _has_memory(made, memory):
+                    made.__class__ = cls
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         # Before adoption torch copies the parameters of a module first, then its unit.
         with torch._C.DisableTorchFunctionSubclass():
-            made: Tensor = self.detach().clone()
-        if isinstance(self, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=self.requires_grad)
-        memo[id(self)] = made
-        return made
+            memo[id(self)] = made = nn.Parameter(self.detach().clone())
+            return made.requires_grad_(self.requires_grad)
 
 
-def _is_view(made: Tensor, of: Tensor) -> bool:
-    """Return whether ``made`` has the memory of ``of``."""
-    mine, theirs = made.untyped_storage(), of.untyped_storage()
-    return bool(mine._cdata == theirs._cdata)
+def _has_memory(tensor: Tensor, memory: torch.UntypedStorage) -> bool:
+    return bool(tensor.untyped_storage()._cdata == memory._cdata)
 
 
 def watch_shards(handle: FlatParamHandle) -> None:
@@ -151,11 +127,13 @@ def end_watch(state: _FSDPState) -> None:
         shown: Any = table.get(key)
         kind = type(shown)
         if kind is WatchedShard:
-            # Only now: ``trunc_normal_`` and a zero row for padding change numbers.
-            if shown.draws.drawn and (digest := digest_of_start(shown.draws.values)):
-                state.initial.drawn[place.slot_index] = digest
             shown.__class__ = nn.Parameter
-            del shown.draws, shown._is_param
+            del shown._is_param
+            memory = shown.untyped_storage()._cdata
+            # Only now: ``trunc_normal_`` and a zero row for padding change numbers.
+            if memory in _drawn and (digest := digest_of_start(shown.detach())):
+                state.initial.drawn[place.slot_index] = digest
+            _drawn.discard(memory)
         elif kind is UnfilledParameter and not shown.is_meta:
             shown.__class__ = nn.Parameter
 

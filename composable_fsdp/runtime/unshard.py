@@ -178,7 +178,7 @@ def wait_unsharded(handle: FlatParamHandle) -> None:
         _end_gather(handle, handle.ready)
     if handle.residency is not UNSHARDED:
         residency.use_full(handle)
-    handle.writes.make_readable(handle)
+    residency.make_readable(handle)
 
 
 def _end_gather(handle: FlatParamHandle, ready: Waitable) -> None:

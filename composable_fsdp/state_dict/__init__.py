@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from composable_fsdp.lazy import resolver
+from composable_fsdp.lazy import public_names
 
 if TYPE_CHECKING:
     from composable_fsdp.state_dict.settings import (
@@ -10,8 +10,4 @@ if TYPE_CHECKING:
     )
     from composable_fsdp.state_dict.sharded import ShardedValue as ShardedValue
 
-_resolve, __all__ = resolver(
-    {"state_dict.settings": "get_state_dict_type", "state_dict.sharded": "ShardedValue"}
-)
-if not TYPE_CHECKING:
-    __getattr__ = _resolve
+__all__ = public_names(__name__)

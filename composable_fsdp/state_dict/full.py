@@ -120,11 +120,13 @@ def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:
     )
 
 
-def sharded_values(handle: FlatParamHandle, *, to_cpu: bool) -> dict[int, Tensor]:
-    """Return copies of this rank's part of the unit's parameters, by slot index."""
+def sharded_values(
+    handle: FlatParamHandle, *, to_cpu: bool, copy: bool
+) -> dict[int, Tensor]:
+    """Return this rank's part of the unit's parameters, by slot index."""
     return {
         ref.slot.index: sharded_value(
-            ref, ref.leaf.detach().to("cpu" if to_cpu else ref.leaf.device, copy=True)
+            ref, ref.leaf.detach().to("cpu" if to_cpu else ref.leaf.device, copy=copy)
         )
         for ref in param_refs(handle)
     }
@@ -211,14 +213,6 @@ def _parameter(value: Tensor, leaf: nn.Parameter) -> nn.Parameter:
     for name, attribute in vars(leaf).items():
         vars(made).setdefault(name, attribute)
     return made
-
-
-def owns_below(state: _FSDPState, module: nn.Module) -> bool:
-    """Return whether ``module``, of the unit, holds parameters of the unit."""
-    if module is state.module and len(state.modules) == 1:
-        return True
-    inside = set(map(id, module.modules()))
-    return any(id(owner) in inside for owner in state.handle.layout.owners)
 
 
 _log = logging.getLogger("composable_fsdp.state_dict")

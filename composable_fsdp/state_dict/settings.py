@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
@@ -34,6 +35,12 @@ from composable_fsdp.state_dict.dcp_caller import dcp_request
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
+
+@dataclass(frozen=True)
+class LiveStateDictConfig(ShardedStateDictConfig):
+    """FSDP2's way, and DCP's: sharded values are the memory of the shards."""
+
+
 _FULL, _SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 _CONFIGS: dict[
     StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]
@@ -43,6 +50,10 @@ _CONFIGS: dict[
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
 }
 """The configuration classes of each type, of the model and of the optimizer."""
+
+_LIVE = StateDictSettings(
+    _SHARDED, LiveStateDictConfig(), ShardedOptimStateDictConfig()
+)
 
 
 def set_state_dict_type(
@@ -96,10 +107,9 @@ def set_state_dict_type(
     return before
 
 
-def set_unit_type(state: _FSDPState, kind: StateDictType) -> None:
-    """Set the type of the state dicts of a unit, with default configurations."""
-    model_form, optim_form = _CONFIGS[kind]
-    state.settings.state_dict = StateDictSettings(kind, model_form(), optim_form())
+def set_live_type(state: _FSDPState) -> None:
+    """Have a unit's state dict hold the memory of its shards, as FSDP2's does."""
+    state.settings.state_dict = _LIVE
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
@@ -152,6 +162,8 @@ def effective_settings(state: _FSDPState) -> StateDictSettings:
     asked = dcp_request()
     if asked is None:
         return state.settings.state_dict
+    if not asked.full and not asked.to_cpu:
+        return _LIVE
     if not asked.full:
         sharded = ShardedStateDictConfig(offload_to_cpu=asked.to_cpu)
         return StateDictSettings(_SHARDED, sharded, ShardedOptimStateDictConfig())

@@ -68,7 +68,8 @@ class ShardedValue(Tensor):
 
     ``shape``, ``size()``, ``dtype`` and ``device`` describe the full value; ``local``
     holds this rank's elements ``[start, stop)`` of the flattened full value, in the
-    sharded parameter's shape: a copy, which later steps do not change.
+    sharded parameter's shape. They are the memory of the shard where DCP or FSDP2's
+    door asks, and a copy under ``state_dict_type``, as in FSDP2 and FSDP1.
 
     Element-wise operators of equally cut values and numbers work on these elements, as
     an average of state dicts needs. Operators that need the full value raise
@@ -111,9 +112,6 @@ class ShardedValue(Tensor):
         value.local, value.offset, value.shard_numel = local, offset, shard_numel
         value.rank, value.world_size = rank, world_size
         value.home, value.within = home, within
-        # Unpickled, perhaps in a process that saves without having made a unit.
-        if home is None:
-            dcp.install()
         return value
 
     # All decisions are made in __torch_dispatch__, so skip the dispatch before.
@@ -248,7 +246,7 @@ class ShardedValue(Tensor):
 
     def __create_chunk_list__(self) -> list[Any]:
         """Return DCP's chunks to load for the boxes."""
-        return dcp.CheckedChunks(self.boxes)
+        return dcp.chunks_to_load(self.boxes)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Return the box at ``index.offset``, as a view of ``local``; for DCP."""

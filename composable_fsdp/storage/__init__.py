@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from composable_fsdp.lazy import resolver
+from composable_fsdp.lazy import public_names
 
 if TYPE_CHECKING:
     from composable_fsdp.storage.compare import LoadReport as LoadReport
@@ -18,15 +18,4 @@ if TYPE_CHECKING:
     from composable_fsdp.storage.storages import Upload as Upload
     from composable_fsdp.storage.storages import register_storage as register_storage
 
-_resolve, __all__ = resolver(
-    {
-        "storage.save": "free_save_memory",
-        "storage.compare": "LoadReport",
-        "storage.export": "export_safetensors",
-        "storage.opening": "CheckpointInfo open_source remove_stale",
-        "storage.source": "Source TensorInfo",
-        "storage.storages": "Storage StoredObject Upload register_storage",
-    }
-)
-if not TYPE_CHECKING:
-    __getattr__ = _resolve
+__all__ = public_names(__name__)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from composable_fsdp.lazy import resolver
+from composable_fsdp.lazy import public_names
 
 if TYPE_CHECKING:
     from composable_fsdp.tools.activations import (
@@ -17,17 +17,4 @@ if TYPE_CHECKING:
     from composable_fsdp.tools.simulate import Simulation as Simulation
     from composable_fsdp.tools.step_time import StepTime as StepTime
 
-_resolve, __all__ = resolver(
-    {
-        "tools.activations": "measure_activations",
-        "tools.describe": "Description",
-        "tools.machine": "MACHINES Machine",
-        "tools.memory": "Activations",
-        "tools.plan": "replan",
-        "tools.sharding_plan": "Forecast",
-        "tools.simulate": "Simulation",
-        "tools.step_time": "StepTime",
-    }
-)
-if not TYPE_CHECKING:
-    __getattr__ = _resolve
+__all__ = public_names(__name__)

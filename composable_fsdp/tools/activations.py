@@ -1,20 +1,28 @@
-"""Measures what a step holds beside the plan's buffers, by unit, on fake tensors.
+"""``StorageLog`` follows the storages that operations meet; ``measure_activations``
+measures with it what a step holds beside the plan's buffers, by unit, on fake tensors.
 
-A window is a stretch of the step in which one unit computes. The stretches have the
-names of the plan's events, so their bytes are added to those of the plan.
+A storage may be allocated before its kind is known (a gradient is any tensor until a
+parameter shows it), so changes refer to blocks, and blocks are named later. Memory that
+a kernel allocates and frees itself is not seen. A window is a stretch of the step in
+which one unit computes. The stretches have the names of the plan's events, so their
+bytes are added to those of the plan.
 """
 
 from __future__ import annotations
 
+import weakref
+from abc import abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp.naming import ROOT_NAME, join_name
@@ -26,18 +34,176 @@ from composable_fsdp.tools.fake_world import (
     fake_arguments,
     fake_like,
     fake_tensors,
+    is_wrapper,
     needing_gradients,
 )
-from composable_fsdp.tools.machine import FUSED, MEMORY, Cost
+from composable_fsdp.tools.machine import ATTENTION, FUSED, MEMORY, PRODUCT, Cost
 from composable_fsdp.tools.memory import Activations
 from composable_fsdp.tools.sharding_plan import ShardingPlan
-from composable_fsdp.tools.simulated_world import tensors_of
-from composable_fsdp.tools.step_memory import Event
-from composable_fsdp.tools.storages import Block, Change, StorageLog
+from composable_fsdp.tools.simulated_world import replaced, tensors_of
+from composable_fsdp.tools.step_memory import Event, parents_of
 from composable_fsdp.tree.traversal import require_module
 
 LIVE, HELD, GRADIENTS = "live", "held", "gradients"
 """Kinds of a block: tensors of the step; parameters and buffers; their gradients."""
+
+_FREE = (
+    "aten::empty",
+    "aten::new_empty",
+    "aten::detach",
+    "aten::_local",
+    "prim::",
+    "profiler::",
+    "_c10d_functional::",
+)
+"""Beginnings of the names of operations that take no time on the device; collectives
+take the time of a link."""
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors with memory that a wrapper holds; other tensors themselves."""
+    if not is_wrapper(type(tensor)):
+        return [tensor]
+    # The protocol by which torch takes wrappers apart. A DTensor names its mesh, too.
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrappers
+    found = [getattr(tensor, name) for name in names]
+    return [p for each in found if isinstance(each, Tensor) for p in parts_of(each)]
+
+
+def _cost_of(func: Any, args: Any, kwargs: Any, result: Any, nbytes: int) -> Cost:
+    """Return what an operation computes and moves; causal attention is half of it."""
+    # Counts products, convolutions and attention; loads what training does not need.
+    from torch.utils import flop_counter
+
+    name: str = func._schema.name
+    kind = ATTENTION if "attention" in name else PRODUCT
+    count = flop_counter.flop_registry.get(func._overloadpacket)
+    if count is not None:
+        operations = float(count(*args, **kwargs, out_val=result))
+    # The kernels of CPUs have no counts.
+    elif "flash_attention_for_cpu" in name:
+        back = name.endswith("backward")
+        forms: Any = flop_counter.sdpa_flop_count, flop_counter.sdpa_backward_flop_count
+        operations = forms[back](*(tensor.shape for tensor in args[: 3 + back]))
+    else:
+        return Cost(MEMORY, 0.0, nbytes)
+    named = zip([each.name for each in func._schema.arguments], args, strict=False)
+    causal = {**dict(named), **kwargs}.get("is_causal", False)
+    return Cost(kind, operations / (2 if causal else 1), nbytes)
+
+
+@dataclass(eq=False)
+class Block:
+    """A storage."""
+
+    kind: str
+    nbytes: int = 0
+    link: Callable[[], object] = lambda: None
+
+
+class Change(NamedTuple):
+    """A block has ``more`` bytes than before, at a place of the step."""
+
+    block: Block
+    more: int
+    at: Any
+
+
+class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types
+    """Follows the storages of all operations in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.changes: list[Change] = []
+        self.blocks: dict[int, Block] = {}
+
+    @abstractmethod
+    def new_kind(self) -> str:
+        """Return the kind of a block that is met first now."""
+
+    @abstractmethod
+    def here(self) -> Any:
+        """Return the place of the step, for a change."""
+
+    @abstractmethod
+    def ran(self, cost: Cost, read: list[Tensor], written: list[Tensor]) -> None:
+        """Take note of an operation with a cost."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run ``func``, and follow the storages that it meets."""
+        # A wrapper, such as a DTensor, runs operations on what it wraps: those are met.
+        if any(map(is_wrapper, types)):
+            return NotImplemented
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        read, written = (
+            [each for each in tensors_of(values) if not is_wrapper(type(each))]
+            for values in ((args, kwargs), result)
+        )
+        nbytes = sum(t.nbytes for t in (*read, *written))
+        # Views move nothing, and allocations write nothing.
+        if nbytes and not (func.is_view or func._schema.name.startswith(_FREE)):
+            self.ran(_cost_of(func, args, kwargs, result, nbytes), read, written)
+        # A tensor on meta has no memory on any device.
+        for tensor in (*read, *written):
+            if tensor.device.type != "meta":
+                self.meet(tensor)
+        return result
+
+    def meet(self, tensor: Tensor) -> Block:
+        """Return the block of a tensor, with the storage's size of now."""
+        storage = tensor.untyped_storage()
+        # An address may be used again by a later storage; the link tells.
+        key = storage._cdata
+        block = self.blocks.get(key)
+        if block is None or block.link() is None:
+            block = self.blocks[key] = Block(self.new_kind())
+            block.link = weakref.ref(storage, partial(self._forget, key, block))
+        self._change(block, storage.nbytes())
+        return block
+
+    def _forget(self, key: int, block: Block, gone: object) -> None:
+        """Note that a storage is freed."""
+        self._change(block, 0)
+        # A later storage may be at the same address already.
+        if self.blocks.get(key) is block:
+            del self.blocks[key]
+
+    def _change(self, block: Block, nbytes: int) -> None:
+        """Note the size of a block, if it has changed."""
+        more = nbytes - block.nbytes
+        if more:
+            block.nbytes = nbytes
+            self.changes.append(Change(block, more, self.here()))
+
+    def mark(self, tensors: Iterable[Tensor | None], kind: str) -> None:
+        """Say of which kind the storages of ``tensors`` are, also in hindsight."""
+        for tensor in tensors:
+            for part in () if tensor is None else parts_of(tensor):
+                self.meet(part).kind = kind
+
+    def __enter__(self) -> StorageLog:
+        plain = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            result = plain(storage, nbytes)
+            # A storage that no operation has met is none of the step.
+            block = self.blocks.get(storage._cdata)
+            if block is not None:
+                self._change(block, nbytes)
+            return result
+
+        # A resize is no operation of torch's dispatcher.
+        self._resizes = replaced(torch.UntypedStorage, "resize_", resize_)
+        self._resizes.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._resizes.__exit__(*exc)
 
 
 def measure_activations(
@@ -99,7 +265,9 @@ def measure_activations(
         args, kwargs = fake_arguments(given, low)
         if checkpointing:
             _checkpoint_units(module, plan, stack)
-        stack.enter_context(log.watch(module, {unit.fqn for unit in plan.units}))
+        for unit in plan.units:
+            if unit.fqn:
+                log.watch(unit.fqn, module.get_submodule(unit.fqn), stack)
         output = module(*args, **kwargs)
         log.window = log.window_of("")
         # Without anything to train there is only the forward.
@@ -168,12 +336,10 @@ def _stand_in(module: nn.Module, plan: ShardingPlan, stack: ExitStack) -> list[T
 
 def _checkpoint_units(module: nn.Module, plan: ShardingPlan, stack: ExitStack) -> None:
     """Let each unit directly below the root repeat its forward in backward."""
-    outer: list[str] = []
-    for unit in plan.units:
+    for unit, parent in zip(plan.units, parents_of(plan.units), strict=True):
         # The root would repeat the whole forward.
-        if not unit.fqn or any(unit.fqn.startswith(f"{name}.") for name in outer):
+        if parent != 0:
             continue
-        outer.append(unit.fqn)
         each = module.get_submodule(unit.fqn)
         each.forward = partial(
             checkpoint, each.forward, use_reentrant=False, preserve_rng_state=False
@@ -186,15 +352,14 @@ class OpLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no types
 
     def __init__(self) -> None:
         super().__init__()
+        # The units in the order in which their forwards began.
         self.begun = {"": None}
-        """The units in the order in which their forwards began."""
+        # The stretch of the step that runs, and the operations of each stretch.
         self.window = Event("forward", "")
-        """The stretch of the step that runs."""
+        self.work: defaultdict[Any, Counter[Cost]] = defaultdict(Counter)
         self._running = [""]
         # Units in whose forward a nested unit has run.
         self._entered: set[str] = set()
-        self.work: defaultdict[Any, Counter[Cost]] = defaultdict(Counter)
-        """The operations of each window."""
         # Of compiled kernels: sizes of blocks that only they have written, and what the
         # present kernel has read, in bytes, and in which window.
         self._made: dict[Block, int] = {}
@@ -251,23 +416,15 @@ class OpLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no types
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
-    @contextmanager
-    def watch(self, module: nn.Module, fqns: set[str]) -> Iterator[None]:
-        """Follow the forwards of the units named ``fqns`` in a block."""
-        handles = []
-        for fqn, each in walk.named(module):
-            if fqn and fqn in fqns:
-                begin, end = partial(self._begin, fqn), partial(self._end, fqn)
-                handles += [
-                    each.register_forward_pre_hook(begin, with_kwargs=True),
-                    # Also after an exception, so that the stack of units stays right.
-                    each.register_forward_hook(end, always_call=True),
-                ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def watch(self, fqn: str, module: nn.Module, stack: ExitStack) -> None:
+        """Follow the forwards of a unit in a block."""
+        begin, end = partial(self._begin, fqn), partial(self._end, fqn)
+        for handle in (
+            module.register_forward_pre_hook(begin, with_kwargs=True),
+            # Also after an exception, so that the stack of units stays right.
+            module.register_forward_hook(end, always_call=True),
+        ):
+            stack.callback(handle.remove)
 
     # Hooks of forward take the last three arguments.
     def _begin(self, fqn: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -314,11 +471,9 @@ class OpLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no types
             self.window = Event("backward", above)
 
     def measured(self) -> dict[Event, tuple[int, int, int]]:
-        """Return the bytes of each window, without its parameters' gradients.
-
-        The plan counts a unit's gradients as present through the unit's backward, so
-        the most is what is missing beside them, at the window's maximum.
-        """
+        """Return the bytes of each window, without its parameters' gradients."""
+        # The plan counts a unit's gradients as present through the unit's backward, so
+        # the most is what is missing beside them, at the window's maximum.
         found: dict[Event, tuple[int, int, int]] = {}
         live = start = most = gradients = 0
         window: Any = self.changes[0].at if self.changes else None

@@ -11,6 +11,8 @@ import platform
 import re
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,37 +40,33 @@ from composable_fsdp.tools.texts import counted, installed, printable, version
 Answer = tuple[dict[str, Any], str, int]
 
 
-class _Progress:
-    """A line on standard error with the part of ``total`` bytes that is done, which
-    disappears at the end of the block."""
+@contextmanager
+def _progress(
+    label: str, given: argparse.Namespace, total: int = 0
+) -> Iterator[Callable[..., None]]:
+    """Show on a terminal which part of ``total`` bytes is done, until the block ends.
 
-    def __init__(self, label: str, given: argparse.Namespace, total: int = 0) -> None:
-        # A log file must not receive a line per update.
-        self._wanted = not given.json and sys.stderr.isatty()
-        self._label, self._total = label, total
-        self._done, self._shown = 0, 0.0
+    Yields a function that takes the bytes since the last call, or those done and all.
+    """
+    # A log file must not receive a line per update.
+    wanted = not given.json and sys.stderr.isatty()
+    done = shown = 0.0
 
-    def advance(self, more: int) -> None:
-        """Take note of ``more`` bytes."""
-        self.show(self._done + more, self._total)
-
-    def show(self, done: int, total: int) -> None:
-        """Show the bytes done so far."""
-        self._done = done
+    def advance(more: int, every: int | None = None) -> None:
+        nonlocal done, shown
+        done = more if every else done + more
         # Writing to a terminal is slow, so limit the updates.
-        if self._wanted and time.monotonic() - self._shown > 0.1:
-            self._shown = time.monotonic()
+        if wanted and time.monotonic() - shown > 0.1:
+            shown = time.monotonic()
             # ``total`` may be an estimate, and smaller than ``done``.
-            share = f"{min(1.0, done / total):4.0%}" if total else "..."
-            print(f"\r{self._label} {share}", end="", file=sys.stderr, flush=True)
+            share = min(1.0, done / (every or total or 1))
+            print(f"\r{label} {share:4.0%}", end="", file=sys.stderr, flush=True)
 
-    def __enter__(self) -> _Progress:
-        self.advance(0)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    try:
+        yield advance
+    finally:
         # Returns to the start of the line, and erases the line.
-        if self._wanted:
+        if wanted:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
@@ -84,8 +82,8 @@ def verify(given: argparse.Namespace) -> Answer:
     begin, weights = time.monotonic(), given.weights_only
     # The native format has checksums, whose reader tells a damaged manifest, too.
     if kind == NATIVE:
-        with _Progress("reading", given) as line:
-            found = verify_native(path, progress=line.show)
+        with _progress("reading", given) as line:
+            found = verify_native(path, progress=line)
         if not found:
             raise CheckpointError("\n".join(found.problems))
     with open_source(path) if kind == NATIVE else open_whole(path) as source:
@@ -94,10 +92,8 @@ def verify(given: argparse.Namespace) -> Answer:
         else:
             # For other formats, reading every tensor is the check.
             total = _nbytes(source, weights_only=weights)
-            with _Progress("reading", given, total) as line:
-                read = check_readable(
-                    source, weights_only=weights, progress=line.advance
-                )
+            with _progress("reading", given, total) as line:
+                read = check_readable(source, weights_only=weights, progress=line)
         report = {
             "path": path,
             "format": kind,
@@ -120,14 +116,14 @@ def convert(given: argparse.Namespace) -> Answer:
         # DCP stores a tied parameter once per name.
         if given.to == DCP:
             total += sum(source.model[kept].nbytes for kept in source.aliases.values())
-        with _Progress("writing", given, total) as line:
+        with _progress("writing", given, total) as line:
             left_out = write_as(
                 source,
                 given.destination,
                 given.to,
                 weights_only=given.weights_only,
                 max_shard_bytes=given.max_shard_size,
-                progress=line.advance,
+                progress=line,
             )
         report = {
             "path": str(given.destination),
@@ -149,13 +145,13 @@ def diff(given: argparse.Namespace) -> Answer:
     weights = given.weights_only
     with open_whole(given.first) as first, open_whole(given.second) as second:
         total = _nbytes(first, weights_only=weights)
-        with _Progress("comparing", given, total) as line:
+        with _progress("comparing", given, total) as line:
             found = checkpoint_diff.compare(
                 first,
                 second,
                 weights_only=weights,
                 tolerance=given.tolerance,
-                advance=line.advance,
+                advance=line,
             )
     found = {"paths": [str(given.first), str(given.second)], **found}
     return found, checkpoint_diff.text_of(found), int(not found["equal"])

@@ -12,11 +12,8 @@ from torch import Tensor
 
 from composable_fsdp.naming import LISTED, listed
 from composable_fsdp.storage.manifest import dtype_name
-from composable_fsdp.storage.source import Read, Source, TensorInfo
+from composable_fsdp.storage.source import LazyTensor, Source
 from composable_fsdp.tools.texts import counted, printable
-
-_Saved = tuple[TensorInfo, Read, str]
-"""A tensor of a checkpoint; the text is equal for the names of a tied tensor."""
 
 
 def compare(
@@ -27,7 +24,7 @@ def compare(
     tolerance: float = 0.0,
     advance: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
-    """Return the differences of two checkpoints. Memory holds two slices at a time.
+    """Return the differences of two checkpoints; memory holds two slices at a time.
 
     Raises: CheckpointError, for damaged or missing data.
     """
@@ -35,46 +32,27 @@ def compare(
         part: {"tensors": 0, "only_first": [], "only_second": [], "different": {}}
         for part in ("model", "optimizer")[: 2 - weights_only]
     }
-    others: list[str] = []
+    others: dict[str, None] = {}
     # First the tensors that all ranks share, and then those of each rank.
     for rank in (None, *range(max(first.local_ranks, second.local_ranks))):
         first.on_rank(rank)
         second.on_rank(rank)
         for part, entries in found.items():
             a, b = (dict(_tensors(each, part, rank)) for each in (first, second))
-            _compare(entries, a, b, tolerance, advance)
+            both = [name for name in a if name in b]
+            entries["tensors"] += len(both)
+            entries["only_first"] += [name for name in a if name not in b]
+            entries["only_second"] += [name for name in b if name not in a]
+            for name in both:
+                if differs := _difference(a[name], b[name], tolerance, advance):
+                    entries["different"][name] = differs
         # Not even touched with ``weights_only``: the other parts may be unreadable.
         if not weights_only:
             a, b = (dict(_others(each, rank)) for each in (first, second))
-            others += [words for words in a if a[words] != b[words]]
-    # Of several ranks each kind of part is told once.
-    others = [*dict.fromkeys(others)]
+            others |= dict.fromkeys(words for words in a if a[words] != b[words])
     keys = ("only_first", "only_second", "different")
     equal = not others and not any(part[key] for part in found.values() for key in keys)
-    return {"equal": equal, **found, "others": others}
-
-
-def _compare(
-    entries: dict[str, Any],
-    a: dict[str, _Saved],
-    b: dict[str, _Saved],
-    tolerance: float,
-    advance: Callable[[int], None],
-) -> None:
-    """Add the differences of the tensors of two checkpoints to ``entries``."""
-    # In the order of the first checkpoint, which is usually that of the model.
-    both = [name for name in a if name in b]
-    entries["tensors"] += len(both)
-    entries["only_first"] += [name for name in a if name not in b]
-    entries["only_second"] += [name for name in b if name not in a]
-    # The names of a tie lead to the same pair of tensors, which is read once.
-    known: dict[tuple[str, str], dict[str, Any]] = {}
-    for name in both:
-        key = a[name][2], b[name][2]
-        if key not in known:
-            known[key] = _difference(a[name], b[name], tolerance, advance)
-        if known[key]:
-            entries["different"][name] = known[key]
+    return {"equal": equal, **found, "others": [*others]}
 
 
 def _others(source: Source, rank: int | None) -> Iterator[tuple[str, Any]]:
@@ -107,65 +85,63 @@ def _plain(value: Any) -> Any:
 
 def _tensors(
     source: Source, part: str, rank: int | None
-) -> Iterator[tuple[str, _Saved]]:
+) -> Iterator[tuple[str, LazyTensor]]:
     """Yield each tensor with its name, or those of a rank alone; with tied names."""
-    found: list[tuple[str, str, _Saved]] = []
-    if part == "optimizer":
-        for name, states in source.optim.items():
-            for key, info in states.items():
-                text = f"{name}, {key}"
-                read = partial(source.read_optim, name, key)
-                found.append((text, name, (info, read, text)))
+    if part == "model":
+        owners = {**{name: name for name in source.model}, **source.aliases}
+        found = [
+            (n, n, LazyTensor(source.model[own], partial(source.read_model, own)))
+            for n, own in owners.items()
+        ]
     else:
-        # The other names of a tie lead to the tensor under the kept name.
-        for name, own in {**{n: n for n in source.model}, **source.aliases}.items():
-            info, read = source.model[own], partial(source.read_model, own)
-            found.append((name, name, (info, read, own)))
-    for text, name, saved in found:
+        found = [
+            (n, f"{n}, {key}", LazyTensor(info, partial(source.read_optim, n, key)))
+            for n, states in source.optim.items()
+            for key, info in states.items()
+        ]
+    for name, text, tensor in found:
         if rank is None:
-            yield text, saved
+            yield text, tensor
         elif name in source.local_tensors:
-            yield f"{text} (rank {rank})", saved
+            yield f"{text} (rank {rank})", tensor
 
 
 def _difference(
-    first: _Saved, second: _Saved, tolerance: float, advance: Callable[[int], None]
+    a: LazyTensor, b: LazyTensor, tolerance: float, advance: Callable[[int], None]
 ) -> dict[str, Any]:
     """Return how two tensors differ; empty if they are equal."""
-    (info, read, _), (other, read_other, _) = first, second
-    if info.shape != other.shape:
-        return {"shapes": [list(info.shape), list(other.shape)]}
+    if a.info.shape != b.info.shape:
+        return {"shapes": [list(a.info.shape), list(b.info.shape)]}
+    dtypes = a.info.dtype, b.info.dtype
     found: dict[str, Any] = {}
     # Tensors of different dtypes may still hold equal values, so go on.
-    if info.dtype != other.dtype:
-        found["dtypes"] = [dtype_name(info.dtype), dtype_name(other.dtype)]
+    if dtypes[0] != dtypes[1]:
+        found["dtypes"] = [*map(dtype_name, dtypes)]
+    # Both dtypes may be small, and a difference in a small dtype would be rounded;
+    # int64 has more digits than float64.
+    is_whole = dtypes[0] == dtypes[1] and not (
+        dtypes[0].is_floating_point or dtypes[0].is_complex
+    )
+    has_complex = any(dtype.is_complex for dtype in dtypes)
+    wide = torch.complex128 if has_complex else torch.float64
     count, most = 0, 0.0
     # Slices, so that a tensor larger than the memory can be compared.
-    for start, stop in info.slices():
-        far = _distances(read(start, stop), read_other(start, stop), tolerance)
-        largest = far.max().item() if far.numel() else 0.0
-        # NaN is larger than any number: a value became NaN, or ceased to be.
-        most = largest if math.isnan(largest) or largest > most else most
+    for start, stop in a.info.slices():
+        pair = a.read(start, stop), b.read(start, stop)
+        x, y = pair[0].to(wide), pair[1].to(wide)
+        near = torch.isclose(
+            *(pair if is_whole else (x, y)), rtol=0.0, atol=tolerance, equal_nan=True
+        )
+        far = (x - y)[~near].abs().double()
         count += far.numel()
-        advance((stop - start) * info.dtype.itemsize)
+        # NaN, where a value became NaN or ceased to be, stays the largest.
+        most = torch.cat([far, far.new_tensor([most])]).max().item()
+        advance((stop - start) * dtypes[0].itemsize)
     if count:
         # JSON has no NaN and no infinity.
         told = most if math.isfinite(most) else str(most)
-        found |= {"elements": count, "of": info.numel, "max_difference": told}
+        found |= {"elements": count, "of": a.info.numel, "max_difference": told}
     return found
-
-
-def _distances(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
-    """Return the distances of the elements that differ; two NaN are equal."""
-    # Both dtypes may be small, and a difference in a small dtype would be rounded;
-    # int64 has more digits than float64.
-    is_whole = a.dtype == b.dtype and not (a.is_floating_point() or a.is_complex())
-    complex_ = a.is_complex() or b.is_complex()
-    wide = torch.complex128 if complex_ else torch.float64
-    x, y = a.to(wide), b.to(wide)
-    pair = (a, b) if is_whole else (x, y)
-    near = torch.isclose(*pair, rtol=0.0, atol=tolerance, equal_nan=True)
-    return (x - y)[~near].abs().double()
 
 
 def text_of(found: dict[str, Any]) -> str:

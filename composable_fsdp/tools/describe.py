@@ -19,7 +19,7 @@ from composable_fsdp.naming import join_name, size_text
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
 from composable_fsdp.planning.unit_plan import UnitPlan
-from composable_fsdp.storage.manifest import SavedTensor, dtype_name
+from composable_fsdp.storage.manifest import dtype_name
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.opening import NATIVE, find_checkpoint, open_source
 from composable_fsdp.storage.source import Source
@@ -94,25 +94,27 @@ class DescribedUnit:
         """Yield the lines of ``times`` equal units, of their regions and parameters."""
         plan = self.plan
         replicas = f" x {plan.replicas} replicas" if plan.replicas > 1 else ""
-        several = f" ({times} x)" if times > 1 else ""
         words = [
-            f"{name} {plan.class_name}".rstrip() + several,
+            f"{name} {plan.class_name}".rstrip() + (f" ({times} x)" * (times > 1)),
             f"{self.state} over {counted(len(self.ranks), 'rank')}{replicas}",
             f"{size_text(plan.parameter_bytes)} per rank",
             name_of(plan.options.chosen),
             self.device,
-            "shards on the host" if plan.is_offloaded else "",
+            *["shards on the host"] * plan.is_offloaded,
         ]
-        yield ", ".join(filter(None, words))
+        yield ", ".join(words)
         # The names of equal units differ, so those from the unit stand for all. Columns
         # are as wide as the widest entry of the unit.
         slots = [slot for slot, _ in plan.slots]
-        names = {
-            slot.index: " = ".join(self.names[slot.index] if times == 1 else slot.fqns)
-            for slot in slots
-        }
-        width = max(map(len, names.values()), default=0)
+        names = [
+            " = ".join(self.names[s.index] if times == 1 else s.fqns) for s in slots
+        ]
+        width = max(map(len, names), default=0)
         shapes = max((len(str(slot.shape)) for slot in slots), default=0)
+        shown = {
+            slot.index: f"    {name:{width}}  {slot.shape!s:{shapes}}  "
+            for slot, name in zip(slots, names, strict=True)
+        }
         for region in plan.regions:
             yield (
                 f"  {dtype_name(region.dtype)}{'' if region.trainable else ' frozen'}, "
@@ -120,16 +122,13 @@ class DescribedUnit:
                 f"{region.padded_numel - region.numel:,} of padding"
             )
             for slot in region.parameters:
-                # The shape is that of this rank's part of the plain model's parameter.
-                whole = "" if slot.whole is None else f", {slot.whole}"
                 # Shards of ``Block.ELEMENT`` may begin inside a row.
                 rows = plan.options.keeps_rows and len(slot.shape) > 1 and slot.numel
                 row = slot.numel // slot.shape[0] if rows else None
                 held = _held(self.parts(region, slot), row, slot.numel)
-                yield (
-                    f"    {names[slot.index]:{width}}  {slot.shape!s:{shapes}}  "
-                    f"{held}{whole}"
-                )
+                # The shape is that of this rank's part of the plain model's parameter.
+                whole = "" if slot.whole is None else f", {slot.whole}"
+                yield f"{shown[slot.index]}{held}{whole}"
 
 
 class DescribedTensor(NamedTuple):
@@ -163,13 +162,12 @@ class Description:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the description for JSON."""
-        parts = [[part._asdict() for part in each.parts] for each in self.tensors]
         return {
             "title": self.title,
             "units": [unit.as_dict() for unit in self.units],
             "tensors": [
-                {**each._asdict(), "parts": held}
-                for each, held in zip(self.tensors, parts, strict=True)
+                {**each._asdict(), "parts": [part._asdict() for part in each.parts]}
+                for each in self.tensors
             ],
             "optimizer": self.optimizer,
         }
@@ -179,7 +177,6 @@ class Description:
         plans = [unit.plan for unit in self.units]
         numel = sum(region.numel for plan in plans for region in plan.regions)
         words = [counted(len(plans), "unit"), f"{numel:,} parameters"]
-        # Checkpoints of other formats, and buffers.
         if self.tensors:
             words.append(counted(len(self.tensors), "other tensor"))
         # The names of the states tell which optimizer was saved.
@@ -261,24 +258,19 @@ def _of_model(model: nn.Module) -> Description:
             "not sharded yet."
         )
     # Wrappers add no component to the names.
-    names = {id(module): fqn for fqn, module in walk.named(model)}
+    named = list(walk.named(model))
+    names = {id(module): fqn for fqn, module in named}
     # While a unit is full, its modules show the full leaves.
-    held = {
-        id(leaf)
-        for _, state in states
-        for leaf in (*state.handle.leaves, *state.handle.form.placed)
-    }
+    handles = [state.handle for _, state in states]
+    held = {id(leaf) for h in handles for leaf in (*h.leaves, *h.form.placed)}
     return Description(
         type(model).__name__,
         tuple(_unit_of(fqn, state, names) for fqn, state in states),
         tuple(
             _tensor(join_name(fqn, key), kind, tensor)
-            for fqn, module in walk.named(model)
-            for kind, table in (
-                ("parameter", module._parameters),
-                ("buffer", module._buffers),
-            )
-            for key, tensor in table.items()
+            for fqn, module in named
+            for kind in ("parameter", "buffer")
+            for key, tensor in getattr(module, f"_{kind}s").items()
             # A module may register None in the place of a bias.
             if tensor is not None and id(tensor) not in held
         ),
@@ -322,7 +314,13 @@ def _of_checkpoint(path: str | PathLike[str]) -> Description:
             also[kept] = (*also.get(kept, ()), name)
         native = source.manifest if isinstance(source, NativeSource) else None
         parts = {
-            each.fqns[0]: _parts(each) for each in (native.tensors if native else ())
+            saved.fqns[0]: tuple(
+                HeldPart(at.file, start, stop)
+                for at, (start, stop, _) in zip(saved.parts, saved.spans(), strict=True)
+            )
+            for saved in (native.tensors if native else ())
+            # Parts of columns are no intervals of the tensor.
+            if len(saved.begins) < 2
         }
         tensors = [
             _tensor(name, "tensor", info, also.get(name, ()), parts.get(name, ()))
@@ -343,14 +341,3 @@ def _of_checkpoint(path: str | PathLike[str]) -> Description:
     }
     title = f"{found}, {kind} checkpoint"
     return Description(title, (), tuple(tensors), optimizer if infos else None)
-
-
-def _parts(saved: SavedTensor) -> tuple[HeldPart, ...]:
-    """Return which rank has written which elements of a tensor."""
-    # Parts of columns are no intervals of the tensor.
-    if len(saved.begins) > 1:
-        return ()
-    return tuple(
-        HeldPart(at.file, start, stop)
-        for at, (start, stop, _) in zip(saved.parts, saved.spans(), strict=True)
-    )

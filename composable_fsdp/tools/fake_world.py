@@ -1,4 +1,4 @@
-"""Fake tensors for a step: numbers that are read, and meshes.
+"""Fake tensors for a step, and numbers that are read.
 
 ``parallelize_module``, ``DTensor.redistribute`` and the functional collectives are
 operations of torch's dispatcher, whose fake forms send nothing.
@@ -9,7 +9,6 @@ Checked on torch 2.13. Private: ``_disable_current_modes``, the operators of
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 import warnings
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -59,10 +57,13 @@ class FakeOps(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
             # The fake form of a wait would return new memory.
             waits = func._opname == "wait_tensor"
             return args[0] if waits else func(*args, **kwargs)
-        # The ranks of a mesh are real numbers, and stay so.
+        # The ranks of a mesh, as ``init_device_mesh`` makes them, are real numbers, and
+        # stay so.
         if FakeTensor not in types:
             given = tensors_of((args, kwargs))
-            if given and all(tensor.device.type == "cpu" for tensor in given):
+            is_cpu = all(tensor.device.type == "cpu" for tensor in given)
+            makes_ranks = name == "aten::arange" and kwargs.get("dtype") is torch.int
+            if is_cpu if given else makes_ranks:
                 with _disable_current_modes():
                     return func(*args, **kwargs)
         if name in _ANSWERS:
@@ -127,11 +128,14 @@ def fake_tensors(*, sends: bool) -> Iterator[None]:
 
             name = "_propagate_tensor_meta_non_cached"
             plain = getattr(ShardingPropagator, name)
+
             # torch computes the shape of a result on tensors of the size of the whole,
             # which no rank has.
-            stack.enter_context(
-                replaced(ShardingPropagator, name, _with(_disable_current_modes, plain))
-            )
+            def propagate(*args: Any, **kwargs: Any) -> Any:
+                with _disable_current_modes():
+                    return plain(*args, **kwargs)
+
+            stack.enter_context(replaced(ShardingPropagator, name, propagate))
         stack.enter_context(FakeOps(sends=sends))
         yield
 
@@ -152,17 +156,6 @@ def explained(name: str, place: Callable[[], str]) -> Iterator[None]:
             "the loss and the dtypes; keep tensors on the CPU; shapes may not depend "
             "on values. plan without a batch needs no step."
         ) from error
-
-
-def _with(block: Callable[[], Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method``, which runs in a ``block``."""
-
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with block():
-            return method(*args, **kwargs)
-
-    return run
 
 
 def fake_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -213,38 +206,3 @@ def default_loss(output: Any) -> Tensor:
             "no loss. Pass loss=, a function from the output to the loss."
         )
     return torch.stack([each.float() for each in sums]).sum() if sums[1:] else sums[0]
-
-
-@contextmanager
-def _plain_tensors() -> Iterator[None]:
-    """Make new tensors in this block real, on the CPU, also inside of fake or meta."""
-    with _disable_current_modes(), torch.device("cpu"):
-        yield
-
-
-@contextmanager
-def simulated_meshes() -> Iterator[None]:
-    """Let meshes in this block have real ranks, and tensors on the CPU."""
-    # The ranks of a mesh are read as numbers, which fake tensors do not have.
-    plain = _with(_plain_tensors, DeviceMesh.__init__)
-
-    @functools.wraps(DeviceMesh.__init__)
-    def make(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
-        # ``init_device_mesh`` has made it, of all ranks in their order.
-        ranks = kwargs.get("_rank_map")
-        if isinstance(ranks, Tensor) and (ranks.is_meta or type(ranks) is FakeTensor):
-            with _plain_tensors():
-                kwargs["_rank_map"] = torch.arange(
-                    ranks.numel(), dtype=torch.int, device="cpu"
-                )
-        # Fake tensors of a step are on the CPU, also if the script trains on GPUs.
-        plain(self, "cpu", *args, **kwargs)
-
-    with ExitStack() as stack:
-        stack.enter_context(replaced(DeviceMesh, "__init__", make))
-        for name in ("__getitem__", "_flatten"):
-            method = _with(_plain_tensors, getattr(DeviceMesh, name))
-            stack.enter_context(replaced(DeviceMesh, name, method))
-        ranks = property(_with(_plain_tensors, vars(DeviceMesh)["mesh"].fget))
-        stack.enter_context(replaced(DeviceMesh, "mesh", ranks))
-        yield

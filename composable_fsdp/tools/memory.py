@@ -1,4 +1,4 @@
-"""The bytes of a rank by kind, and moments of a step; of activations and optimizers."""
+"""The bytes of a rank by kind, of activations and optimizers; and what a step sends."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import add
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,18 +16,19 @@ from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.machine import Cost
 
+ALIGNMENT = 256
+"""Regions in a slot begin at multiples of this number of bytes, which suits every dtype
+and the copy engines of GPUs."""
 DeviceType = Literal["cpu", "cuda"]
 """The device whose order of allocations a forecast follows."""
 
 
 class Memory(NamedTuple):
-    """Bytes of a rank at a moment of a step, by kind; ``total`` leaves ``host`` out.
+    """Bytes of a rank at a moment of a step, by kind."""
 
-    A step on tensors (``simulate``) counts ``ahead`` as ``full``, and ``in_flight``,
-    gradients that are in no reduce buffer yet, as ``temporaries``; a plan has no
-    ``buffers``.
-    """
-
+    # A step on tensors (``simulate``) counts ``ahead`` as ``full``, and ``in_flight``,
+    # gradients that are in no reduce buffer yet, as ``temporaries``; a plan has no
+    # ``buffers``.
     parameters: int = 0
     buffers: int = 0
     gradients: int = 0
@@ -112,11 +114,8 @@ class Activations:
 
 
 class OptimizerMemory(NamedTuple):
-    """Bytes of an optimizer, for this rank's shards.
-
-    Tensors per trainable parameter that stay (``states``) and that a step allocates
-    (``temporaries``, as the ``foreach`` form of AdamW does), and bytes per element.
-    """
+    """Tensors per trainable parameter that an optimizer keeps, and that a step of it
+    allocates (``temporaries``); and the bytes that it keeps per element."""
 
     name: str
     states: int = 0
@@ -134,9 +133,12 @@ class OptimizerMemory(NamedTuple):
 
     def buffer_bytes(self, units: Iterable[UnitPlan]) -> int:
         """Return the bytes of the two buffers through which states on the host pass."""
-        # A buffer for the states of the largest region.
-        regions = [r for unit in units if unit.has_host_states for r in unit.regions]
-        parts = (_bytes([r], self.states, self.bytes_per_element) for r in regions)
+        parts = (
+            _bytes([region], self.states, self.bytes_per_element)
+            for unit in units
+            if unit.has_host_states
+            for region in unit.regions
+        )
         return 2 * max(parts, default=0)
 
 
@@ -150,24 +152,20 @@ def _bytes(regions: Iterable[RegionLayout], tensors: int, each: float = 0) -> in
 
 
 _AdamW, _Adam, _SGD = torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD
-
+_FUSED = {"fused": True}
 # The default of torch on CUDA is the ``foreach`` form, whose step holds the square
 # roots of all second moments at once.
 OPTIMIZERS = {
-    "adamw": OptimizerMemory("AdamW", 2, 1, make=_AdamW),
-    "adamw-fused": OptimizerMemory(
-        "AdamW(fused=True)", 2, make=partial(_AdamW, fused=True)
-    ),
-    "adam": OptimizerMemory("Adam", 2, 1, make=_Adam),
-    "adam-fused": OptimizerMemory(
-        "Adam(fused=True)", 2, make=partial(_Adam, fused=True)
-    ),
-    "sgd": OptimizerMemory("SGD", make=_SGD),
-    "sgd-momentum": OptimizerMemory(
-        "SGD with momentum", 1, make=partial(_SGD, momentum=0.9)
-    ),
-    "none": OptimizerMemory("no optimizer"),
-}
+    key: OptimizerMemory(name, states, temporaries, make=partial(make, **options))
+    for key, name, states, temporaries, make, options in (
+        ("adamw", "AdamW", 2, 1, _AdamW, {}),
+        ("adamw-fused", "AdamW(fused=True)", 2, 0, _AdamW, _FUSED),
+        ("adam", "Adam", 2, 1, _Adam, {}),
+        ("adam-fused", "Adam(fused=True)", 2, 0, _Adam, _FUSED),
+        ("sgd", "SGD", 0, 0, _SGD, {}),
+        ("sgd-momentum", "SGD with momentum", 1, 0, _SGD, {"momentum": 0.9}),
+    )
+} | {"none": OptimizerMemory("no optimizer")}
 """Optimizers of torch by the names that ``forecast`` and ``simulate`` accept."""
 
 
@@ -175,9 +173,6 @@ def optimizer_memory(given: str | float | OptimizerMemory) -> OptimizerMemory:
     """Return the memory of an optimizer by name, or by bytes per element, as text too.
 
     Raises: PlanError, if ``given`` is neither.
-
-    >>> optimizer_memory("adamw").states, optimizer_memory(2.5).bytes_per_element
-    (2, 2.5)
     """
     if isinstance(given, OptimizerMemory):
         return given
@@ -195,3 +190,70 @@ def optimizer_memory(given: str | float | OptimizerMemory) -> OptimizerMemory:
             f"optimizer keeps per element of a parameter, such as 2; got {given!r}."
         )
     return OptimizerMemory(f"{size:g} bytes per element", bytes_per_element=size)
+
+
+class Traffic(NamedTuple):
+    """Collectives of a training step per rank, and the bytes of their whole buffers.
+
+    Regions whose collectives are issued together count as a single call.
+    """
+
+    all_gather_calls: int = 0
+    all_gather_bytes: int = 0
+    reduce_scatter_calls: int = 0
+    reduce_scatter_bytes: int = 0
+    all_reduce_calls: int = 0
+    all_reduce_bytes: int = 0
+
+    def __add__(self, other: tuple[int, ...]) -> Traffic:  # type: ignore[override]
+        """Return the sum by field, where a tuple would be appended."""
+        return Traffic(*map(add, self, other))
+
+    def by_op(self) -> dict[str, dict[str, int]]:
+        """Return "calls" and "bytes" by kind of collective."""
+        return {
+            name.removesuffix("_calls"): {"calls": calls, "bytes": nbytes}
+            for name, calls, nbytes in zip(
+                self._fields[::2], self[::2], self[1::2], strict=True
+            )
+        }
+
+
+def gathered_bytes(unit: UnitPlan) -> int:
+    """Return the bytes that the all-gathers of an unsharding fill."""
+    # The compute dtype, to which shards are cast before, or those of a wire format.
+    return sum(
+        r.wire_nbytes or r.padded_numel * d.compute.itemsize
+        for r, d in unit.with_dtypes
+        if r.numel
+    )
+
+
+def traffic_of(unit: UnitPlan, *, is_root: bool, in_backward: bool) -> Traffic:
+    """Return the collectives of a forward and a backward in the steady state."""
+    gathered = gathered_bytes(unit)
+    # Regions with equal reduce dtype share a reduce-scatter and an all-reduce.
+    dtypes = len({d.reduce for _, d in unit.reduced})
+    nbytes = unit.reduce_bytes
+    total = Traffic()
+    if unit.shard_world_size > 1 and gathered:
+        # A resharded unit is gathered a second time in backward. The root stays
+        # unsharded between forward and backward.
+        again = unit.reshards and not is_root and in_backward
+        times = 1 + again
+        total += Traffic(times, gathered * times)
+        # Pieces at rest are filled once, with the values of the optimizer's step.
+        if unit.has_rest:
+            total += Traffic(1, gathered // unit.piece_ranks)
+    if unit.gradient_ranks > 1 and gathered:
+        total += Traffic(reduce_scatter_calls=dtypes, reduce_scatter_bytes=nbytes)
+    if unit.sum_ranks > 1:
+        # The all-reduce follows the reduce-scatter, on this rank's part.
+        part = nbytes // unit.gradient_ranks
+        total += Traffic(all_reduce_calls=dtypes, all_reduce_bytes=part)
+    return total
+
+
+def slot_bytes(regions: Iterable[int]) -> int:
+    """Return the bytes of a slot for regions of the given bytes, one after another."""
+    return sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in regions)

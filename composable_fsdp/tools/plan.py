@@ -20,12 +20,12 @@ from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import make_request
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.planner import lay_out_again
+from composable_fsdp.planning.planner import lay_out_again, plan_targets
 from composable_fsdp.planning.policies import AnyPolicy, evaluate_policy
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.model_units import chosen_units
 from composable_fsdp.tools.plan_models import check_sizes
-from composable_fsdp.tools.sharding_plan import ShardingPlan, plan_modules
+from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import require_module, walk_states
 
@@ -135,7 +135,8 @@ def plan(
     )
     # As ``fully_shard(module)`` would shard it next: the walk takes sharded units for
     # boundaries and leaves their parameters alone.
-    rest = plan_modules([module], request)[0]
+    targets = plan_targets([module], request)
+    rest = ShardingPlan(tuple(target.plan for target in targets), ranks)
     if kept is None:
         return rest
     # Names of units are unique: a module is in one of the two plans.

@@ -37,8 +37,6 @@ class Model(NamedTuple):
     loss: Callable[[Any], torch.Tensor] | None = None
     config: Any = None
     """The configuration of transformers."""
-    notes: tuple[str, ...] = ()
-    """Sentences for the report."""
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -194,20 +192,19 @@ def _config(path: str) -> Callable[[], Model]:
 
     with refused():
         config = transformers.AutoConfig.from_pretrained(str(file))
-        # The class that the configuration names has the head; AutoModel has none.
-        name = next(iter(config.architectures or []), "")
-        kind = getattr(transformers, name, None) if name else None
+    # The class that the configuration names has the head.
+    name = next(iter(config.architectures or []), "")
+    kind = getattr(transformers, name, None) if name else None
+    if kind is None:
+        raise PlanError(
+            f"{path} names {name or 'nothing'} under architectures; expected a class "
+            'of transformers, as "architectures": ["LlamaForCausalLM"]. Add it.'
+        )
 
     def make() -> Model:
         with refused(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            module = (kind or transformers.AutoModel.from_config)(config)
-        note = (
-            "the configuration names no class of transformers under architectures, so "
-            f"the model is a {type(module).__name__} without a head"
-        )
-        notes = (note,) if kind is None else ()
-        return Model(module, path, config=config, notes=notes)
+            return Model(kind(config), path, config=config)
 
     return make
 

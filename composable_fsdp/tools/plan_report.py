@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,7 @@ _KEPT = ("parameters", "gradients", "optimizer")
 """Kinds that stay between steps."""
 
 
-def report_of(
-    found: Any,
-    *,
-    source: str = "",
-    units_from: str = "",
-    notes: Sequence[str] = (),
-) -> Report:
+def report_of(found: Any, *, source: str = "", units_from: str = "") -> Report:
     """Return the numbers of a ``Forecast``, for JSON. Bytes are per rank."""
     plan, peak, activations = found.plan, found.peak.memory, found.activations
     columns = ("numel", "padded_numel", *_KEPT, "sharded", "full")
@@ -84,7 +78,7 @@ def report_of(
         "save_bytes": found.save_bytes,
         "step": plan.traffic.by_op(),
         "further": list(_further(found)),
-        "warnings": [*notes, *plan.warnings],
+        "warnings": list(plan.warnings),
     }
 
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from math import prod
-from operator import or_
 from typing import NamedTuple
-
-from torch import nn
 
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import ROOT_NAME, runs_of
-from composable_fsdp.planning.assign import PlanRequest
-from composable_fsdp.planning.planner import Target, plan_targets
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.storage.save_parts import save_bytes
 from composable_fsdp.tools.machine import MACHINES, Machine
@@ -26,12 +20,18 @@ from composable_fsdp.tools.memory import (
     Memory,
     OptimizerMemory,
     StepMoment,
+    Traffic,
     optimizer_memory,
+    traffic_of,
 )
 from composable_fsdp.tools.plan_report import report_of, text_of
-from composable_fsdp.tools.step_memory import StepMemory, memory_of_step
+from composable_fsdp.tools.step_memory import (
+    StepMemory,
+    flows_of,
+    memory_of_step,
+    parents_of,
+)
 from composable_fsdp.tools.step_time import StepTime, time_of_step
-from composable_fsdp.tools.unit_costs import Traffic, UnitMemory, traffic_of
 
 _NOTHING = Memory()
 
@@ -57,7 +57,7 @@ class ShardingPlan:
         # before those inside, and still form a stack.
         paths: list[tuple[tuple[int, int], ...]] = []
         at = 0
-        for unit, parent in zip(self.units, _parents(self.units), strict=True):
+        for unit, parent in zip(self.units, parents_of(self.units), strict=True):
             at = place.get(unit.fqn, at)
             around = paths[parent] if parent >= 0 else ()
             paths.append((*around, (at, len(paths))))
@@ -132,14 +132,8 @@ class ShardingPlan:
         """Return the collectives and bytes of a training step per unit."""
         return [
             traffic_of(unit, is_root=unit is self.units[0], in_backward=flows)
-            for unit, flows in zip(self.units, self._flows(), strict=True)
+            for unit, flows in zip(self.units, flows_of(self.units), strict=True)
         ]
-
-    def _flows(self) -> list[bool]:
-        """Return whether gradients flow through each unit."""
-        # Backward runs until the first trainable unit in forward order, so gradients
-        # flow through every unit after that unit, frozen units included.
-        return list(accumulate((unit.is_trainable for unit in self.units), or_))
 
     def peak(self, *, device_type: str = "cuda", optimizer_states: int = 0) -> Memory:
         """Return the largest memory that forward and backward need on the device.
@@ -214,45 +208,11 @@ class ShardingPlan:
 
         ``device_type`` is as in ``peak``; ``held`` is there at each moment.
         """
-        flows = self._flows()
-        on_cuda = device_type == "cuda"
-        # Inputs need gradients if a trainable unit precedes in forward order. On CPU a
-        # copy casts on the way, without a tensor of its own.
-        facts = zip(
-            self.units, _parents(self.units), flows, [False, *flows], strict=False
-        )
-        units = [
-            UnitMemory(u, parent, flow, fed, u.is_offloaded and on_cuda)
-            for u, parent, flow, fed in facts
-        ]
-        return memory_of_step(units, streams=on_cuda, held=held)
+        streams = device_type == "cuda"
+        return memory_of_step(self.units, held, streams=streams)
 
     def __str__(self) -> str:
         return text_of(report_of(Forecast(self, OPTIMIZERS["none"])))
-
-
-def _parents(units: Sequence[UnitPlan]) -> list[int]:
-    """Return, per unit, the index of the enclosing unit; -1 for the root."""
-    parents: list[int] = []
-    # Units come in ``.modules()`` order, so the enclosing units form a stack.
-    inside = [(-1, "")]
-    for index, unit in enumerate(units):
-        while not unit.fqn.startswith(inside[-1][1]):
-            inside.pop()
-        parents.append(inside[-1][0])
-        inside.append((index, f"{unit.fqn}." if unit.fqn else ""))
-    return parents
-
-
-def plan_modules(
-    modules: Sequence[nn.Module], request: PlanRequest
-) -> tuple[ShardingPlan, tuple[Target, ...]]:
-    """Return the plan of an application of ``fully_shard``, and its targets.
-
-    Raises: as ``plan_targets``.
-    """
-    targets = plan_targets(modules, request)
-    return ShardingPlan(tuple(t.plan for t in targets), request.world_size), targets
 
 
 def _padding_notes(unit: UnitPlan) -> list[str]:

@@ -19,13 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.access.grads import clip_grad_norm_
+from composable_fsdp.comm.operations import running_unit
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.errors import PlanError
-from composable_fsdp.flat.region import TrainableRegion
+from composable_fsdp.flat.region import FlatParameter, TrainableRegion
 from composable_fsdp.naming import ROOT_NAME, size_text
 from composable_fsdp.tools import fake_world
-from composable_fsdp.tools.machine import Machine
-from composable_fsdp.tools.memory import OPTIMIZERS, DeviceType, StepMoment
+from composable_fsdp.tools.activations import StorageLog
+from composable_fsdp.tools.machine import Cost, Machine
+from composable_fsdp.tools.memory import OPTIMIZERS, DeviceType, Memory, StepMoment
 from composable_fsdp.tools.model_units import guess_units
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.plan_models import check_sizes, is_sharded, made_by
@@ -39,9 +41,7 @@ from composable_fsdp.tools.simulated_world import (
     simulated_world,
     tensors_of,
 )
-from composable_fsdp.tools.storages import MemoryLog
 from composable_fsdp.tools.texts import counted
-from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -217,11 +217,67 @@ def _microseconds(seconds: float, *, since: float = 0.0) -> float:
     return (nanoseconds + 0.25) / 1e3
 
 
+class MemoryLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no types
+    """Follows storages and costs of all operations in the block."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+        self._before = Memory()
+
+    def ran(self, cost: Cost, read: list[Tensor], written: list[Tensor]) -> None:
+        unit = running_unit(self._clock.stage)
+        self._clock.compute(unit, self._clock.machine.seconds(cost))
+
+    def new_kind(self) -> str:
+        # Operations of a forward record a graph, also those that checkpointing repeats
+        # in backward; other operations do not.
+        recorded = torch.is_grad_enabled() and self._clock.stage != "optimizer step"
+        return "activations" if recorded else "temporaries"
+
+    def here(self) -> tuple[float, str]:
+        stage = self._clock.stage
+        unit = running_unit(stage)
+        # The stage alone names moments between units.
+        when = stage if unit is None else f"{stage} of {unit or ROOT_NAME}"
+        return self._clock.seconds, when
+
+    def place(self) -> str:
+        """Return the part of the step that changed memory last, for a message."""
+        return self.changes[-1].at[1] if self.changes else self._clock.stage
+
+    def restart(self) -> None:
+        """Forget all changes so far; live storages are there from the start."""
+        self.changes.clear()
+        # The first step has made the storages that stay.
+        before = Memory().by_kind()
+        for block in self.blocks.values():
+            before[block.kind] += block.nbytes
+        self._before = Memory(**before, when="start")
+
+    def timeline(self) -> Iterator[StepMoment]:
+        """Yield the memory at the start and behind the changes since ``restart``."""
+        # Kinds are read here, after the last call of ``mark``.
+        now = self._before.by_kind()
+        yield StepMoment(self._before)
+        latest = 0.0
+        following = [*((c.at, c.more > 0) for c in self.changes[1:]), None]
+        for (block, more, at), later in zip(self.changes, following, strict=True):
+            now[block.kind] += more
+            # Of changes at the same time, those that end a row of allocations or of
+            # frees: no maximum is left out.
+            if later == (at, more > 0):
+                continue
+            # The host runs ahead of streams: its order is kept where times go back.
+            latest = max(latest, at[0])
+            yield StepMoment(Memory(**now, when=at[1]), seconds=latest)
+
+
 class _Step(NamedTuple):
     """The model, its inputs, and the functions of a step."""
 
     model: nn.Module
-    inputs: Sequence[Any]
+    args: Sequence[Any]
     kwargs: Mapping[str, Any]
     loss: Callable[[Any], Tensor]
     optimizer: torch.optim.Optimizer | None
@@ -232,7 +288,7 @@ class _Step(NamedTuple):
         """Run a step, and name its tensors while gradients exist."""
         clock.stage = "forward"
         # The output stays alive in the caller of a training step, as here.
-        output = self.model(*self.inputs, **self.kwargs)
+        output = self.model(*self.args, **self.kwargs)
         loss = self.loss(output)
         clock.stage = "backward"
         loss.backward()  # type: ignore[no-untyped-call]
@@ -252,41 +308,37 @@ class _Step(NamedTuple):
     def mark(self, log: MemoryLog) -> None:
         """Say of which kind the storages are that exist now."""
         # Later marks replace earlier ones, so the general ones come first.
-        log.mark(tensors_of((self.inputs, self.kwargs)), "activations")
+        log.mark(tensors_of((self.args, self.kwargs)), "activations")
         log.mark(self.model.buffers(), "buffers")
         log.mark(self.model.parameters(), "parameters")
         log.mark((p.grad for p in self.model.parameters()), "gradients")
         offloaded: set[int] = set()
         for _, _, state in walk_states(self.model):
-            offloaded.update(self._mark_unit(log, state))
+            if (source := state.handle.form.source) is not None:
+                log.mark(source.kept, "parameters" if source.at_rest else "full")
+            for region in state.handle.layout.regions:
+                offloaded |= self._mark_region(log, region)
         # States of offloaded parameters are beside them, in host memory.
         states_of = {} if self.optimizer is None else self.optimizer.state
         for parameter, found in states_of.items():
             kind = "host" if id(parameter) in offloaded else "optimizer"
             log.mark(tensors_of(found), kind)
 
-    def _mark_unit(self, log: MemoryLog, state: _FSDPState) -> Iterator[int]:
-        """Do so for a unit; yield the ids of leaves in host memory."""
-        if (source := state.handle.form.source) is not None:
-            log.mark(source.kept, "parameters" if source.at_rest else "full")
-        for region in state.handle.layout.regions:
-            # On CPU the host's memory is the device's.
-            on_host = self.streams and region.offload
-            kinds = ("host", "host") if on_host else ("parameters", "gradients")
-            log.mark([region.shard], kinds[0])
-            log.mark([region.gradient.shard], kinds[1])
-            if on_host:
-                yield from map(id, region.leaves)
-                grads = [leaf.grad for leaf in region.leaves]
-                log.mark([*region.leaves, *grads], "host")
-            # Without a buffer of its own, the full region is the shard.
-            if region.full.is_own:
-                log.mark([region.full.buffer], "full")
-            if region.full.wire is not None:
-                log.mark([region.full.wire.buffer], "full")
-            # Regions of frozen parameters have no reduce buffer.
-            if isinstance(region, TrainableRegion):
-                log.mark([region.reduce.buffer], "reduce")
+    def _mark_region(self, log: MemoryLog, region: FlatParameter) -> set[int]:
+        """Do so for a region; return the ids of leaves in host memory."""
+        # On CPU the host's memory is the device's.
+        on_host = self.streams and region.offload
+        leaves = region.leaves if on_host else []
+        log.mark([region.shard], "host" if on_host else "parameters")
+        log.mark([region.gradient.shard], "host" if on_host else "gradients")
+        log.mark([*leaves, *(leaf.grad for leaf in leaves)], "host")
+        # Without a buffer of its own, the full region is the shard.
+        if region.full.is_own:
+            log.mark([region.full.buffer], "full")
+        # Regions of frozen parameters have no reduce buffer.
+        if isinstance(region, TrainableRegion):
+            log.mark([region.reduce.buffer], "reduce")
+        return set(map(id, leaves))
 
 
 def simulate(
@@ -352,15 +404,15 @@ def simulate(
     name = getattr(build, "__name__", "build")
     # A default in the signature would print all speeds in ``help``.
     clock = Clock(machine or Machine())
+    log = MemoryLog(clock)
     # The order of CUDA needs streams, which stand-ins are.
     streams = device_type == "cuda"
     with (
         simulated_world(world_size, clock, streams=streams),
-        fake_world.simulated_meshes(),
         fake_world.fake_tensors(sends=False),
         # The ranges of a profiler tell which unit is running.
         replaced(torch.autograd.profiler, "_is_profiler_enabled", True),
-        MemoryLog(clock) as log,
+        log,
         fake_world.explained(name, log.place),
     ):
         built = made_by(build, name)

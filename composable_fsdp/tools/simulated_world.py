@@ -21,18 +21,19 @@ Private names, checked on torch 2.13: ``FakeProcessGroup._create_internal``,
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeProcessGroup, HashStore, Store
+from torch._C._distributed_c10d import FakeProcessGroup, HashStore
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from composable_fsdp.comm import device
@@ -258,14 +259,8 @@ class SimulatedGroup(dist.ProcessGroup):
             # Without a unit, the phase is the outermost call, which is ``simulate``.
             if isinstance(last.phase, Phase):
                 phase = PHASES[Phase(last.phase)]
-        made = SimulatedOperation(
-            COMMUNICATION,
-            op,
-            unit,
-            phase=phase,
-            nbytes=nbytes,
-            group=name,
-            ranks=self.size(),
+        made = SimulatedOperation(COMMUNICATION, op, unit)._replace(
+            phase=phase, nbytes=nbytes, group=name, ranks=self.size()
         )
         clock = self._clock
         return _SimulatedWork(clock, clock.send_on(clock.current.number, made, seconds))
@@ -290,13 +285,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 _clocks: list[Clock] = []
-"""The last entry is the clock of new groups."""
-
-
-def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
-    """Return a group, as ``torch.distributed`` asks a backend for it."""
-    # torch passes no arguments of the caller on to a backend.
-    return SimulatedGroup(rank, size, _clocks[-1])
+"""The last entry is the clock of new groups: torch passes no arguments to a backend."""
 
 
 @contextmanager
@@ -314,13 +303,24 @@ def simulated_world(world_size: int, clock: Clock, *, streams: bool) -> Iterator
         )
     # A backend is registered once per process, and cannot be removed.
     if SIMULATED.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(SIMULATED, _create, devices=["cpu"])
+        dist.Backend.register_backend(
+            SIMULATED,
+            lambda store, rank, size, timeout: SimulatedGroup(rank, size, _clocks[-1]),
+            devices=["cpu"],
+        )
+    plain = DeviceMesh.__init__
+
+    # Fake tensors of a step are on the CPU, also if the script trains on GPUs.
+    @wraps(plain)
+    def make(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        plain(self, "cpu", *args, **kwargs)
+
     # The stack restores everything in reverse, also after an error in the block.
     with ExitStack() as stack:
+        stack.enter_context(replaced(DeviceMesh, "__init__", make))
         # Units take their streams when they are made, so stand-ins come first.
-        if streams:
-            for target, name, value in _stand_ins(clock):
-                stack.enter_context(replaced(target, name, value, here=True))
+        for target, name, value in _stand_ins(clock) if streams else ():
+            stack.enter_context(replaced(target, name, value))
         _clocks.append(clock)
         stack.callback(_clocks.pop)
         # The store is never read: groups of this backend have no peers to meet.
@@ -334,6 +334,10 @@ def simulated_world(world_size: int, clock: Clock, *, streams: bool) -> Iterator
 def _stand_ins(clock: Clock) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Return replacements by streams of ``clock``: owner, name and function."""
     live: weakref.WeakSet[device.Streams] = weakref.WeakSet()
+
+    def current_stream(device: object = None) -> SimulatedStream:
+        return clock.current
+
     return [
         (device, "as_cuda", lambda: True),
         (device, "_Stream", clock.new_stream),
@@ -341,28 +345,19 @@ def _stand_ins(clock: Clock) -> list[tuple[Any, str, Callable[..., Any]]]:
         # Optimizer hooks see the streams of all trees of this process.
         (device, "live_streams", lambda: live),
         (device, "use_stream", clock.use),
-        (device, "current_stream", lambda device=None: clock.current),
+        (device, "current_stream", current_stream),
         # A program may ask torch, as the runtime does before it issues work.
         (torch.cuda, "stream", clock.use),
-        (torch.cuda, "current_stream", lambda device=None: clock.current),
+        (torch.cuda, "current_stream", current_stream),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
     ]
 
 
 @contextmanager
-def replaced(
-    target: Any, name: str, value: Any, *, here: bool = False
-) -> Iterator[None]:
-    """Give an attribute another value in this block, ``here`` for this thread alone."""
-    before, thread = getattr(target, name), threading.get_ident()
-
-    # Other threads, as those of a data loader, call what was there before; autograd
-    # runs the backward of CPU tensors in the thread that calls it.
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        is_here = threading.get_ident() == thread
-        return (value if is_here else before)(*args, **kwargs)
-
-    setattr(target, name, chosen if here else value)
+def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value in this block."""
+    before = getattr(target, name)
+    setattr(target, name, value)
     try:
         yield
     finally:

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import or_
 from typing import NamedTuple
 
-from composable_fsdp.config import Arena, BackwardPrefetch
+from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.naming import ROOT_NAME
-from composable_fsdp.tools.memory import Memory, StepMoment
-from composable_fsdp.tools.unit_costs import UnitMemory
+from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
+from composable_fsdp.planning.unit_plan import UnitPlan
+from composable_fsdp.tools.memory import Memory, StepMoment, slot_bytes
 
 GATHER, COMPUTE, REDUCE, FREE = "all-gather", "compute", "reduce", "free"
 """Kinds of an ``Event``. Casts and copies of a unit of a single rank are gathers."""
@@ -57,29 +59,131 @@ class StepMemory(NamedTuple):
         return sum(slot.nbytes for slot in self.slots)
 
 
-_NO_SLOTS, _NOTHING = StepMemory(()), Memory()
+class _Unit:
+    """Bytes of a unit's buffers, and the facts that determine their lifetimes."""
+
+    # ``parent`` is the index of the enclosing unit, -1 for the root; gradients flow
+    # through a unit ``in_backward``; inputs of a unit that is ``fed`` need gradients.
+    def __init__(
+        self, plan: UnitPlan, parent: int, in_backward: bool, fed: bool, streams: bool
+    ) -> None:
+        self.plan, self.parent = plan, parent
+        self.in_backward, self.fed = in_backward, fed
+        self.reshards = plan.reshards and parent >= 0
+        self.full = plan.full_bytes
+        self.wire = sum(r.wire_nbytes for r in plan.regions)
+        # On CPU a copy from the host casts on the way, without a tensor of its own.
+        on_host = plan.is_offloaded and streams
+        # Temporaries of the encoding, or of a cast of offloaded shards. Regions are
+        # encoded, or copied and cast, in turn; the device casts what was copied.
+        self.scratch = max(
+            (
+                (r.wire.scratch_nbytes(r.wire_layout, r.dtype) if r.wire else 0)
+                + on_host * r.shard_numel * r.dtype.itemsize
+                for r, d in plan.with_dtypes
+                if r.wire or d.compute != r.dtype
+            ),
+            default=0,
+        )
+        self.buffers = plan.reduce_bytes
+        # The output of a reduction, before a cast or a copy. With equal dtypes and
+        # without offload, the reduction writes into the sharded gradient itself, unless
+        # the output is more than that.
+        others = plan.is_offloaded or plan.gradient_ranks < plan.shard_world_size
+        casts = [(r, d) for r, d in plan.reduced if d.reduce != d.gradient]
+        self.output = sum(
+            r.padded_numel // plan.gradient_ranks * d.reduce.itemsize
+            for r, d in (plan.reduced if others else casts)
+        )
+        # Before a gradient is copied to the host, the device casts, region by region.
+        landing = [on_host * r.shard_numel * d.gradient.itemsize for r, d in casts]
+        self.brief = max(landing, default=0)
+        # Sharded gradients that stay until ``zero_grad``; offloaded ones have host
+        # memory of their own permanently.
+        self.kept = 0 if plan.is_offloaded else plan.gradient_bytes
+        gradients = {
+            slot.index: slot.numel * d.compute.itemsize
+            for r, d in plan.reduced
+            for slot in r.parameters
+        }
+        self.gradients = sum(gradients.values())
+        # Gradients that autograd makes before any of a nested unit: that of the
+        # parameter which forward uses first, the first of the unit, comes last. That of
+        # a tied parameter is summed from the last use in forward on.
+        last = min(gradients, default=0)
+        tied = {s.index for r in plan.regions for s in r.parameters if s.fqns[1:]}
+        self.early = self.gradients - (0 if last in tied else gradients.get(last, 0))
+        # Resharded units whose memory may wait for the GPU.
+        limited = plan.options.limit_all_gathers
+        self.retiring_limit = RETIRING_LIMIT if limited else RETIRING_UNLIMITED
+
+
+def parents_of(units: Sequence[UnitPlan]) -> list[int]:
+    """Return, per unit, the index of the enclosing unit; -1 for the root."""
+    parents: list[int] = []
+    # Units come in ``.modules()`` order, so the enclosing units form a stack.
+    inside = [(-1, "")]
+    for index, unit in enumerate(units):
+        while not unit.fqn.startswith(inside[-1][1]):
+            inside.pop()
+        parents.append(inside[-1][0])
+        inside.append((index, f"{unit.fqn}." if unit.fqn else ""))
+    return parents
+
+
+def flows_of(units: Sequence[UnitPlan]) -> list[bool]:
+    """Return whether gradients flow through each unit."""
+    # Backward runs until the first trainable unit in forward order, so gradients flow
+    # through every unit after that unit, frozen units included.
+    return list(accumulate((unit.is_trainable for unit in units), or_))
 
 
 def memory_of_step(
-    units: Sequence[UnitMemory], *, streams: bool, held: Memory = _NOTHING
+    plans: Sequence[UnitPlan], held: Memory, *, streams: bool
 ) -> StepMemory:
     """Return the bytes of the units' buffers, and of what is ``held`` beside them, at
     each operation of a step.
 
     With ``streams``, resharded units are freed late, as on CUDA; else at once.
     """
-    if not any(unit.arena for unit in units):
-        return _walk(_Step(units, held, streams=streams))
-    # Once to learn which units are full at the same time, and so share no slot.
-    learning = _Step(units, held, streams=streams)
-    _walk(learning)
-    arenas = [unit.arena for unit in units]
-    slots = assign_slots([unit.slot for unit in units], arenas, learning.together)
-    found = StepMemory((), slots)
-    return _walk(_Step(units, held, streams=streams, kept=found))
+    flows = flows_of(plans)
+    # Inputs need gradients if a trainable unit precedes in forward order.
+    facts = zip(plans, parents_of(plans), flows, [False, *flows], strict=False)
+    units = [_Unit(*each, streams) for each in facts]
+    slots: tuple[Slot, ...] = ()
+    if any(plan.options.arena for plan in plans):
+        # Once to learn which units are full at the same time, and so share no slot.
+        step = _Step(units, held, slots, streams=streams)
+        _walk(step)
+        slots = _assign_slots(plans, step.together)
+    return StepMemory(_walk(_Step(units, held, slots, streams=streams)), slots)
 
 
-def _walk(step: _Step) -> StepMemory:
+def _assign_slots(
+    plans: Sequence[UnitPlan], together: Collection[tuple[int, int]]
+) -> tuple[Slot, ...]:
+    """Give each unit with an arena the first slot that is free while it is full."""
+    sizes = [slot_bytes(plan.full_regions) for plan in plans]
+    arenas = [plan.options.arena for plan in plans]
+    found: list[list[int]] = []
+    # A slot is as large as its first unit. Sorting is stable: units of equal bytes stay
+    # in forward order.
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        arena = arenas[index]
+        if arena is None or not sizes[index]:
+            continue
+        for units in found if arena.shared else ():
+            if arenas[units[0]] == arena and not any(
+                (index, other) in together for other in units
+            ):
+                units.append(index)
+                break
+        else:
+            found.append([index])
+    return tuple(Slot(sizes[units[0]], tuple(units)) for units in found)
+
+
+def _walk(step: _Step) -> tuple[StepMoment, ...]:
     """Run the step; return all operations."""
     # The calls below have the order of the runtime's calls. While unit k is unsharded
     # in backward, memory also holds k's gradients as autograd made them, and the
@@ -88,21 +192,28 @@ def _walk(step: _Step) -> StepMemory:
     # nested units, as a root with an embedding and a head does. If the unit does not,
     # the step needs less than the result.
     units = step.units
-    events = _events(units)
+    # (unit, True) per entry of forward, and (unit, False) per exit.
+    events: list[tuple[int, bool]] = []
+    inside: list[int] = []
+    for index, unit in enumerate(units):
+        while inside and inside[-1] != unit.parent:
+            events.append((inside.pop(), False))
+        inside.append(index)
+        events.append((index, True))
+    events += [(index, False) for index in reversed(inside)]
     parents = {unit.parent for unit in units}
-    gathered = [index for index, unit in enumerate(units) if unit.gathers]
-    following = dict(pairwise(gathered))
+    gathers = [i for i, u in enumerate(units) if u.plan.shard_world_size > 1 and u.full]
+    following = dict(pairwise(gathers))
     for index, enters in events:
+        unit = units[index]
         if enters:
             step.unshard(index)
-            if units[index].plan.options.forward_prefetch and index in following:
+            if unit.plan.options.forward_prefetch and index in following:
                 step.unshard_ahead(following[index])
-            step.tell(COMPUTE, index)
-            continue
         # The unit computes again behind its nested units, as a root with a head does.
-        if index in parents:
-            step.tell(COMPUTE, index, is_entry=False)
-        if units[index].reshards or not units[index].in_backward:
+        if enters or index in parents:
+            step.tell(COMPUTE, index, is_entry=enters)
+        if not enters and (unit.reshards or not unit.in_backward):
             step.reshard(index)
     # Backward visits the units in the reverse order of the ends of their forwards.
     order = [i for i, enters in events if not enters and units[i].in_backward]
@@ -123,20 +234,7 @@ def _walk(step: _Step) -> StepMemory:
             if index in parents:
                 step.tell(COMPUTE, index, is_entry=False)
     step.end_task()
-    return step.kept._replace(moments=tuple(step.told))
-
-
-def _events(units: Sequence[UnitMemory]) -> list[tuple[int, bool]]:
-    """Return (unit, True) per entry of forward, and (unit, False) per exit."""
-    events: list[tuple[int, bool]] = []
-    inside: list[int] = []
-    for index, unit in enumerate(units):
-        while inside and inside[-1] != unit.parent:
-            events.append((inside.pop(), False))
-        inside.append(index)
-        events.append((index, True))
-    events.extend((index, False) for index in reversed(inside))
-    return events
+    return tuple(step.told)
 
 
 class _Step:
@@ -144,19 +242,19 @@ class _Step:
 
     def __init__(
         self,
-        units: Sequence[UnitMemory],
+        units: Sequence[_Unit],
         held: Memory,
+        slots: Sequence[Slot],
         *,
         streams: bool,
-        kept: StepMemory = _NO_SLOTS,
     ) -> None:
-        self.units, self.streams, self.kept = units, streams, kept
+        self.units, self.streams = units, streams
         # Bytes by field of ``Memory``, and by what a unit has allocated.
         self.total = Counter(held.by_kind())
-        self.total.update(full=kept.kept)
+        self.total.update(full=sum(slot.nbytes for slot in slots))
         self.live: dict[tuple[str, str, int], int] = {}
         # A unit in a slot allocates nothing.
-        self.in_slots = {index for slot in kept.slots for index in slot.units}
+        self.in_slots = {index for slot in slots for index in slot.units}
         # Pairs of units that are full at the same time.
         self.together: set[tuple[int, int]] = set()
         # Units with memory for full parameters. ``retiring`` holds the resharded units
@@ -195,14 +293,13 @@ class _Step:
         gradients: int = 0,
     ) -> None:
         """Add an event with the present bytes."""
-        unit, total = self.units[index].plan.fqn, self.total
+        unit = self.units[index].plan.fqn
         ahead = sum(self.units[each].full for each in self.ahead)
-        now = Memory(**total, when=f"{when or self.phase} of {unit or ROOT_NAME}")
+        now = Memory(**self.total, when=f"{when or self.phase} of {unit or ROOT_NAME}")
         memory = now._replace(
             full=now.full - ahead, ahead=ahead, in_flight=now.in_flight + gradients
         )
-        event = Event(self.phase, unit, is_entry, kind)
-        self.told.append(StepMoment(memory, event))
+        self.told.append(StepMoment(memory, Event(self.phase, unit, is_entry, kind)))
 
     def unshard(self, index: int, *, ahead: bool = False) -> None:
         """Allocate the full parameters of unit ``index``, if sharded."""
@@ -213,7 +310,10 @@ class _Step:
         if unit.full and (index not in self.gathered or index in self.retiring):
             if ahead:
                 self.ahead.add(index)
-            self._free_reduction()
+            # The all-gather takes what it can of the reduction in flight.
+            if not self.streams:
+                self._finish_reduction()
+            self.give("reduce", "buffers", self.reducing)
             # Resharded, but not freed yet: the same memory is used again.
             if index in self.retiring:
                 self.retiring.remove(index)
@@ -319,14 +419,10 @@ class _Step:
             self.tell(REDUCE, index, when="reduction", gradients=unit.gradients)
         if ahead is not None:
             self.unshard(ahead, ahead=True)
-            if unit.buffers:
-                self._finish_reduction()
-        if unit.buffers:
-            self._send(index)
-
-    def _send(self, index: int) -> None:
-        """Reduce unit ``index``; the previous reduction is finished."""
-        unit = self.units[index]
+        if not unit.buffers:
+            return
+        if ahead is not None:
+            self._finish_reduction()
         self.take("reduce", "output", index, unit.output)
         self.take("reduce", "brief", index, unit.brief)
         self.take("gradients", "kept", index, unit.kept)
@@ -334,7 +430,7 @@ class _Step:
         self.give("reduce", "brief", index)
         self.reducing = index
         # A reduction of a single rank on CPU is finished at once.
-        if not self.streams and not unit.sends:
+        if not self.streams and unit.plan.shard_world_size * unit.plan.replicas == 1:
             self._finish_reduction()
 
     def _finish_reduction(self) -> None:
@@ -344,38 +440,8 @@ class _Step:
         self.replicating = None
         if done is not None:
             self.give("reduce", "buffers", done)
-            if self.streams and self.units[done].replicates:
+            plan = self.units[done].plan
+            if self.streams and plan.gradient_ranks > 1 and plan.sum_ranks > 1:
                 self.replicating = done
             else:
                 self.give("reduce", "output", done)
-
-    def _free_reduction(self) -> None:
-        """Free what an all-gather takes of the reduction in flight."""
-        if not self.streams:
-            self._finish_reduction()
-        elif self.reducing is not None:
-            self.give("reduce", "buffers", self.reducing)
-
-
-def assign_slots(
-    sizes: Sequence[int],
-    arenas: Sequence[Arena | None],
-    together: Collection[tuple[int, int]],
-) -> tuple[Slot, ...]:
-    """Give each unit with an arena the first slot that is free while it is full."""
-    found: list[list[int]] = []
-    # A slot is as large as its first unit. Sorting is stable: units of equal bytes stay
-    # in forward order.
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        arena = arenas[index]
-        if arena is None or not sizes[index]:
-            continue
-        for units in found if arena.shared else ():
-            if arenas[units[0]] == arena and not any(
-                (index, other) in together for other in units
-            ):
-                units.append(index)
-                break
-        else:
-            found.append([index])
-    return tuple(Slot(sizes[units[0]], tuple(units)) for units in found)

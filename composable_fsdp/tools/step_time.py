@@ -7,7 +7,12 @@ from typing import NamedTuple
 
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.machine import FUSED, MEMORY, Cost, Machine
-from composable_fsdp.tools.memory import Activations, OptimizerMemory, StepMoment
+from composable_fsdp.tools.memory import (
+    Activations,
+    OptimizerMemory,
+    StepMoment,
+    gathered_bytes,
+)
 from composable_fsdp.tools.simulated_world import (
     COMMUNICATION,
     COMPUTE,
@@ -15,7 +20,6 @@ from composable_fsdp.tools.simulated_world import (
     SimulatedOperation,
 )
 from composable_fsdp.tools.step_memory import FREE, GATHER, REDUCE
-from composable_fsdp.tools.unit_costs import gathered_bytes
 
 
 class StepTime(NamedTuple):

@@ -194,7 +194,7 @@ class RuntimeContext(Referable):
     # Their reductions that no gradient triggers are sent at the end of backward, or
     # by the backward of an earlier forward.
     filling: list[StepOrder] = field(default_factory=list)
-    """Forwards with ``common_order.CommonOrder`` whose backward is running."""
+    """Forwards with ``unused_units.CommonOrder`` whose backward is running."""
     retiring: deque[FlatParamHandle] = field(default_factory=deque)
     """Resharded units whose ``full`` the GPU may still read, oldest first."""
     all_reducing: Reduction | None = None

@@ -25,8 +25,8 @@ from composable_fsdp.entries.apply import prepare
 from composable_fsdp.flat.build import build_handle
 from composable_fsdp.planning.assign import PlanRequest, assign_units
 from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.planning.planner import plan_targets
 from composable_fsdp.runtime.build import build_units
-from composable_fsdp.tools.sharding_plan import plan_modules
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyBlock, TinyGPT
@@ -187,14 +187,14 @@ def test_the_stages_of_an_application_can_run_alone(one_rank: World) -> None:
         application.device_id = None  # type: ignore[misc]
     (unit,) = assign_units([model], PlanRequest(UnitOptions(), world_size=4))
     assert [id(p) for p, _ in unit.parameters] == before
-    _, (target,) = plan_modules([model], request)
+    (target,) = plan_targets([model], request)
     groups = groups_for(application.ranks, ShardingStrategy.FULL_SHARD)
     handle = build_handle(target, groups=groups, device=one_rank.device)
     assert handle.leaves == (model.weight, model.bias)
     assert not model._forward_pre_hooks
 
     other, state = nn.Linear(2, 2), _FSDPState()
-    _, targets = plan_modules([other], request)
+    targets = plan_targets([other], request)
     states = build_units(
         targets,
         state,

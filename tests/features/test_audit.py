@@ -36,8 +36,8 @@ from composable_fsdp import (
 )
 from composable_fsdp.access import full_shape
 from composable_fsdp.errors import CompositionError
+from composable_fsdp.features import audit as audits
 from composable_fsdp.features import flat_parameters, map_on_owners
-from composable_fsdp.features.audit import first_step, graphs, rules, telling
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import PATHS, apply_units, backward
 from tests.support.sharded import message_of
@@ -202,8 +202,8 @@ TOLD: dict[str, tuple[Program, str, str]] = {
     "SAM": (sharpness_aware, "norm", "g.norm() for g in"),
     "orthogonality": (
         with_penalty(lambda m: (weight(m).t() @ weight(m)).square().sum()),
-        "The loss reads",
-        "torch.autograd.backward",
+        "matmul",
+        "weight(m).t() @ weight(m)",
     ),
     "norms in logs": (
         after_backward(lambda m: [float(p.detach().norm()) for p in m.parameters()]),
@@ -391,7 +391,7 @@ QUIET: dict[str, Program] = {
 def said(program: Program, model: nn.Module) -> list[Any]:
     """The warnings of a program, in which the audit itself must not fail."""
     with (
-        mock.patch.object(telling, "_log") as log,
+        mock.patch.object(audits, "_log") as log,
         warnings.catch_warnings(record=True) as found,
     ):
         warnings.simplefilter("always")
@@ -437,25 +437,62 @@ PENALTIES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "L2": (lambda w: 0.1 * w.square().sum(), True),
     "L1 by rows": (lambda w: w.abs().sum(1).sum() / 3, True),
     "two sums": (lambda w: w.sum() + (w - 1).pow(2).sum(), True),
-    "an inner product": (lambda w: w.view(-1) @ w.view(-1), True),
+    "norms of rows": (lambda w: w.square().sum(1).sqrt().sum(), True),
     "mse": (lambda w: nn.functional.mse_loss(w, w.detach(), reduction="sum"), True),
     "a mean": (lambda w: w.square().mean(), False),
     "a norm": (lambda w: 0.1 * w.norm(), False),
-    "norms of rows": (lambda w: w.square().sum(1).sqrt().sum(), False),
-    "a product of sums": (lambda w: w.sum() * w.square().sum(), False),
     "a product of matrices": (lambda w: (w.t() @ w).square().sum(), False),
     "right and wrong": (lambda w: w.square().sum() + w.norm(), False),
     "a row": (lambda w: w[0].square().sum(), False),
 }
 
 
-@pytest.mark.parametrize("name", PENALTIES)
-def test_which_penalties_are_right_on_shards(name: str) -> None:
+@on_ranks(2)
+def test_which_penalties_are_right_on_shards(world: World) -> None:
     """Sums over elements, and what is linear in them."""
-    penalty, is_right = PENALTIES[name]
-    weight = nn.Parameter(torch.ones(2, 3))
+    for name, (penalty, is_right) in PENALTIES.items():
 
-    assert [*(graphs._uses([penalty(weight)]) or ())] == [(weight, is_right)]
+        def of_weight(model: nn.Module, of: Any = penalty) -> Any:
+            return of(weight(model))
+
+        told = said(with_penalty(of_weight), build("composable"))
+        assert (told == []) is is_right, name
+
+
+class Tied(nn.Module):
+    """The outer unit reads the weight of the inner, as a head that is tied by hand."""
+
+    def __init__(self, way: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.head, self.way = nn.Linear(6, 6), nn.Linear(6, 6), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.head(self.inner(x)) + self.way(self.inner.weight)
+        return made
+
+
+@pytest.mark.req("R-10")
+@on_ranks(2)
+def test_a_shard_in_a_graph_is_told_where_no_mode_sees_it(world: World) -> None:
+    """In the forward of another unit, and before the first forward; each once."""
+    inside = Tied(lambda w: (w.t() @ w).sum())
+    fully_shard(inside.inner)
+    before = build("composable")
+
+    def early(model: nn.Module) -> None:
+        penalty = weight(model).norm()
+        torch.autograd.backward(loss_of(model) + penalty)
+
+    def twice(model: nn.Module) -> None:
+        for _ in range(2):
+            model(torch.ones(2, 6)).sum().backward()
+
+    (first,) = said(twice, fully_shard(inside))
+    (second,) = said(early, before)
+
+    for told, name in (first, "inner.weight"), (second, "0.weight"):
+        assert f"The loss reads parameter '{name}'" in str(told.message)
+        assert "backward" in linecache.getline(told.filename, told.lineno)
 
 
 @on_ranks(2)
@@ -519,8 +556,12 @@ def test_an_error_of_the_user_leaves_no_mode(world: World) -> None:
 
 
 @on_ranks(2)
-def test_a_step_that_raised_can_be_repeated(world: World) -> None:
-    """The audit's hook on the optimizer is one, and gone behind the next forward."""
+def test_the_audit_goes_on_after_a_step_that_raised(world: World) -> None:
+    """Of the user's optimizer, which the audit ended, and of one of torch."""
+
+    def raises() -> float:
+        raise KeyError("mine")
+
     model = build("composable")
     audit(model, "error")
     optimizer = ByRule(model.parameters(), 0.01, trust_ratio)
@@ -528,26 +569,8 @@ def test_a_step_that_raised_can_be_repeated(world: World) -> None:
     with pytest.raises(CompositionError, match="norm in ByRule takes elements"):
         optimizer.step()
     optimizer.step()
-    backward(loss_of(model))
-    optimizer.step()
-
-    assert not optimizer._optimizer_step_post_hooks
-
-
-@on_ranks(2)
-def test_the_audit_goes_on_after_a_step_of_torch_that_raised(world: World) -> None:
-    """The mode is off in a step of torch's optimizers only, and such a step may end."""
-
-    def raises() -> float:
-        raise KeyError("mine")
-
-    model = build("composable")
-    audit(model, "error")
-    optimizer = optim.SGD(model.parameters(), 0.01)
-    backward(loss_of(model))
     with pytest.raises(KeyError):
-        optimizer.step(raises)
-    optimizer.step()
+        optim.SGD(model.parameters(), 0.01).step(raises)
 
     with pytest.raises(CompositionError, match="norm takes elements"):
         weight(model).norm()
@@ -696,11 +719,11 @@ def test_an_error_of_the_audit_ends_no_program(world: World) -> None:
     audit(expected, "off")
     train(expected, penalty=penalty, between=gradients)
     for where, name in (
-        (rules, "before"),
-        (rules, "after"),
-        (first_step, "users_frame"),
-        (first_step, "watch_graphs"),
-        (graphs, "_behind"),
+        (audits._Call, "before"),
+        (audits._Call, "after"),
+        (audits, "_users_frame"),
+        (audits, "accumulators_of"),
+        (audits, "param_path"),
     ):
         model = build("composable")
         with mock.patch.object(where, name, broken), warnings.catch_warnings():

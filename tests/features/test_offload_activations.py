@@ -15,7 +15,7 @@ from composable_fsdp.doors.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
-from composable_fsdp.features.host_memory.activations import _Block
+from composable_fsdp.features.host_memory.copies import _Block
 from composable_fsdp.tools.activations import measure_activations
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward

@@ -26,7 +26,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.features import flat_parameters, offload_states, released
-from composable_fsdp.features.host_memory import lane, state_buffers
+from composable_fsdp.features.host_memory import copies
 from composable_fsdp.flat import memory
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
@@ -200,14 +200,14 @@ def test_states_pass_through_two_buffers_ahead_of_their_step(world: World) -> No
     homes = [v for p in model.parameters() for v in states_of(optimizer, p)]
     log: list[str] = []
     made: list[Tensor] = []
-    send, new = lane.Lane.copy, memory.new_buffer
+    send, new = copies.Lane.copy, memory.new_buffer
     begin: Any = torch.optim.AdamW._init_group
 
     def in_buffers(tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
         return any(storage is each.untyped_storage() for each in made)
 
-    def note_copy(self: lane.Lane, *pairs: Any) -> Any:
+    def note_copy(self: copies.Lane, *pairs: Any) -> Any:
         log.append("in" if in_buffers(pairs[0][0]) else "out")
         return send(self, *pairs)
 
@@ -223,7 +223,7 @@ def test_states_pass_through_two_buffers_ahead_of_their_step(world: World) -> No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "_init_group", note_step)
-        patch.setattr(lane.Lane, "copy", note_copy)
+        patch.setattr(copies.Lane, "copy", note_copy)
         patch.setattr(memory, "new_buffer", note_buffer)
         optimizer.step()
     assert log == ["in", "in", "step", "out", "in", "step", "out", "step", "out"]
@@ -248,7 +248,7 @@ def test_the_option_offloads_at_the_first_step(world: World) -> None:
             optim.zero_grad()
         with released(model, optims[0]):
             pass
-    (region,) = vars(optims[0])[state_buffers._INSTALLED].regions.values()
+    (region,) = vars(optims[0])[copies._INSTALLED].regions.values()
     assert region.host.nbytes >= 8_000_000
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p, q)

@@ -32,7 +32,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.access import set_reshard_after_backward
-from composable_fsdp.access.unsharded_unit import NO_STEPS
+from composable_fsdp.access.unshard_params import NO_STEPS
 from composable_fsdp.comm import agreement
 from composable_fsdp.errors import CompositionError, DesyncError, PhaseError
 from composable_fsdp.features import (

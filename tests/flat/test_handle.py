@@ -18,8 +18,8 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.phases import Residency
 from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.planning.planner import plan_targets
 from composable_fsdp.planning.policies import evaluate_policy
-from composable_fsdp.tools.sharding_plan import plan_modules
 from tests.planning.trees import linears, units
 from tests.support.models import tiny_mlp
 
@@ -33,7 +33,7 @@ def handles_of(
         world_size=world_size,
         policy=partial(evaluate_policy, units({name: {} for name in names})),
     )
-    _, targets = plan_modules([model], request)
+    targets = plan_targets([model], request)
     groups = Groups(None, None)
     groups.rank, groups.shard_world_size = rank, world_size
     device = torch.device("cpu")

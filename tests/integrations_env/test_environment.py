@@ -14,12 +14,16 @@ CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
     "name",
     [
         "accelerate",
+        "diffusers",
         "lightning",
         "peft",
         "torch",
         "torchao",
+        "timm",
         "torchmetrics",
+        "torchtitan",
         "transformers",
+        "trl",
     ],
 )
 def test_a_framework_is_installed_in_the_pinned_version(name: str) -> None:

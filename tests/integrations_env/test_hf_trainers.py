@@ -1,7 +1,7 @@
 """``ShardedTrainer`` as a mixin of every trainer of transformers and TRL.
 
-The other side of training is the same trainer of TRL in one process with all
-batches.
+The other side of training is the same trainer of TRL, in one process with all batches
+or on DDP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from composable_fsdp.hugging_face.trainer import ShardedTrainer
 from composable_fsdp.storage.contents import units_in
 from tests.integrations_env.huggingface import alone, arguments, as_torchrun, future
 from tests.integrations_env.test_hf_trainer import CLOSE, logged
-from tests.integrations_env.tiny_llama import Tokens, distance, full, tiny_llama
+from tests.integrations_env.tiny_llama import (
+    Tokens,
+    distance,
+    full,
+    parameters_of,
+    tiny_llama,
+)
 from tests.support.on_ranks import on_ranks
 from tests.support.place import World
 
@@ -176,3 +182,45 @@ def test_dpo_trains_as_the_plain_trainer_of_trl(
     norms = logged(plain, "grad_norm")
     assert logged(sharded, "grad_norm") == pytest.approx(norms, rel=1e-4)
     assert distance(full(sharded.model), full(plain.model)) < CLOSE
+
+
+@pytest.mark.req("N-12")
+@pytest.mark.parametrize("name", ["SFT", "GRPO"])
+@on_ranks(2)
+def test_trl_trains_as_on_ddp(world: World, name: str, tmp_path: Path) -> None:
+    """Losses, norms, rewards and weights; GRPO generates with the sharded model."""
+    own: Any = getattr(trl, f"{name}Trainer")
+
+    def trained(kind: Any, folder: Path) -> Any:
+        rows = dataset(f"trl.{name}Trainer")
+        given: list[Any] = [tiny_llama()]
+        more: dict[str, Any] = {"max_steps": 2, "bf16": False}
+        if name == "GRPO":
+            rows = rows.remove_columns(["chosen", "rejected"])
+            given.append(early_letters)
+            more |= {"num_generations": 2, "max_completion_length": 4}
+        args = arguments(folder, config=getattr(trl, f"{name}Config"), **more)
+        torch.manual_seed(0)
+        words = tokenizer()
+        made = kind(*given, args=args, train_dataset=rows, processing_class=words)
+        made.train()
+        return made
+
+    sharded_trainer = type("Sharded", (ShardedTrainer, own), {})
+    with as_torchrun(world), future():
+        plain = trained(own, tmp_path / "plain")
+    with as_torchrun(world), future():
+        sharded = trained(sharded_trainer, tmp_path / "sharded")
+
+    assert units_in(sharded.model)
+    for kind in ("loss", "grad_norm", *(["reward"] if name == "GRPO" else [])):
+        expected = logged(plain, kind)
+        assert any(expected)
+        assert logged(sharded, kind) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    weights = parameters_of(getattr(plain.model, "module", plain.model))
+    assert distance(full(sharded.model), weights) < CLOSE
+
+
+def early_letters(completions: list[str], **_: Any) -> list[float]:
+    """A reward: how many of the first letters of the alphabet were written."""
+    return [float(sum(w in "abcdef" for w in each.split())) for each in completions]

@@ -10,18 +10,14 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from composable_fsdp import (
     FullyShardedDataParallel,
     OptimStateKeyType,
-    StateDictType,
     optim_state_dict,
     optim_state_dict_to_load,
-    set_state_dict_type,
 )
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.features import flat_parameters
 from composable_fsdp.optim import rekey_optim_state_dict
 from composable_fsdp.optim.save import local_state_dict
 from tests.optim.models import mixed, train_sharded, two_groups
@@ -107,40 +103,6 @@ def test_what_one_rank_refuses_is_refused_on_all(world: World) -> None:
         text = message_of(act)
         assert words in text
         assert world.rank or text.startswith("CheckpointError: On rank 1: ")
-
-
-@on_ranks(2)
-def test_a_state_without_groups_is_taken_as_by_fsdp1(world: World) -> None:
-    """By numbers, names or flat parameters; the result has no groups either."""
-    theirs = torch_fsdp.FullyShardedDataParallel(
-        tiny_mlp(), device_id=torch.device("cpu"), use_orig_params=True
-    )
-    model, flat = (apply_units(tiny_mlp(), ["0"]) for _ in range(2))
-    made = [
-        torch.optim.AdamW(parameters)
-        for parameters in (
-            theirs.parameters(),
-            model.parameters(),
-            flat_parameters(flat),
-        )
-    ]
-    for module, optimizer in zip((theirs, model, flat), made, strict=True):
-        module(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-
-    numbers = [{"state": each.state_dict()["state"]} for each in made]
-    expected = type(theirs).optim_state_dict(theirs, made[0], numbers[0])
-
-    own = optim_state_dict(model, made[1], numbers[1])
-    # Not the values of FSDP1: on the CPU its tensors of a parameter share memory.
-    shapes = [tree_map(torch.Tensor.size, each) for each in (own, expected)]
-    assert shapes[0] == shapes[1]
-    assert _same(own, {"state": optim_state_dict(model, made[1])["state"]})
-    assert _same(optim_state_dict(flat, made[2], numbers[2]), own)
-    set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
-    named = {"state": optim_state_dict(model, made[1])["state"]}
-    set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
-    assert _same(optim_state_dict(model, made[1], named), own)
 
 
 @pytest.mark.parametrize("group", [True, False])

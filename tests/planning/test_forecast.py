@@ -30,9 +30,9 @@ from composable_fsdp import (
     simulate,
 )
 from composable_fsdp.tools import measure_activations, replan
-from composable_fsdp.tools.fit import fit, smallest_world_size
+from composable_fsdp.tools.memory import Traffic
+from composable_fsdp.tools.model_commands import fit, smallest_world_size
 from composable_fsdp.tools.sharding_plan import ShardingPlan
-from composable_fsdp.tools.unit_costs import Traffic
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.planning.trees import Text, linears
 from tests.support.memory import LiveBytes, cuda_order, fake_tensors

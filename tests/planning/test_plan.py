@@ -13,9 +13,9 @@ from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.layout import ParameterSpec, RegionLayout, row_block
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.partition import interval_boxes, plan_regions
+from composable_fsdp.planning.planner import plan_targets
 from composable_fsdp.tools.memory import Memory
 from composable_fsdp.tools.plan import plan
-from composable_fsdp.tools.sharding_plan import plan_modules
 from tests.planning.trees import linears, names_of, snapshot, units
 
 MATRIX = 16 * 4
@@ -127,11 +127,11 @@ def test_earlier_units_and_replicated_subtrees_are_left_out() -> None:
     set_state(model[0], "fully_shard", earlier)
     set_state(model[1], "replicate", object())
 
-    result, targets = plan_modules(
-        [model], PlanRequest(options=UnitOptions(), world_size=2)
-    )
+    request = PlanRequest(options=UnitOptions(), world_size=2)
+    targets = plan_targets([model], request)
 
-    assert names_of(result) == {"": ["2.weight"]}
+    (unit,) = [target.plan for target in targets]
+    assert [s.fqn for r in unit.regions for s in r.parameters] == ["2.weight"]
     assert targets[0].units_below == (earlier,)
 
 

@@ -19,8 +19,8 @@ from composable_fsdp.compose.registry import set_state
 from composable_fsdp.errors import FSDPError, PlanError
 from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.planning.planner import plan_targets
 from composable_fsdp.tools.plan import plan
-from composable_fsdp.tools.sharding_plan import plan_modules
 from tests.planning.trees import linears, snapshot, units
 from tests.support.sharded import message_of
 from tests.support.world import fake_world
@@ -211,7 +211,7 @@ def test_a_parameter_of_an_earlier_unit_is_refused_by_both_names() -> None:
     )
 
     with pytest.raises(FSDPError, match=r"'weight' is tied to 'emb\.weight' of"):
-        plan_modules([model], request)
+        plan_targets([model], request)
 
 
 class TwoPlaces(nn.Module):

@@ -20,7 +20,7 @@ from composable_fsdp.access import set_reduce_scatter_unused_params
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.errors import PhaseError, PlanError
 from composable_fsdp.phases import Residency
-from composable_fsdp.tools.unit_costs import traffic_of
+from composable_fsdp.tools.memory import traffic_of
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks

@@ -279,9 +279,8 @@ def test_encoded_values_have_no_memory_after_an_all_gather_that_was_not_sent(
         with pytest.raises(ZeroDivisionError):
             model(torch.ones(2, 8))
 
-        regions = [r for h in _get_fsdp_handles(model) for r in h.layout.regions]
-        wires = [region.full.wire for region in regions]
-        buffers = [region.full.buffer for region in regions]
-        buffers += [wire.buffer for wire in wires if wire is not None]
-        held = [buffer.untyped_storage().nbytes() for buffer in buffers]
+        form = _get_fsdp_handles(model)[0].form
+        assert form.source is not None
+        buffers = {id(each): each for each in (*form.fulls, *form.source.kept)}
+        held = [buffer.untyped_storage().nbytes() for buffer in buffers.values()]
     assert held == [0, 0, 0]  # one region of two is encoded

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import io
 import warnings
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
     set_optimizer_state_dict,
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,13 +40,20 @@ from composable_fsdp import (
     state_dict_type,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.fsdp2 import fully_shard as fsdp2_fully_shard
 from composable_fsdp.optim.save import local_state_dict
-from composable_fsdp.state_dict import dcp_caller
 from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
-from tests.support.reference import PATHS, STRATEGIES, adamw, apply_units, differences
+from tests.support.reference import (
+    PATHS,
+    STRATEGIES,
+    adamw,
+    apply_units,
+    differences,
+    gpt_input,
+)
 from tests.support.sharded import RankCount, both_paths, gpt, message_of
 from tests.support.world import World
 
@@ -382,27 +390,6 @@ def test_parameters_of_any_shape_go_through_a_checkpoint(
         ranks(after).run(load_corners, block, tmp_path, expected)
 
 
-def test_functions_of_a_module_that_is_imported_later_are_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At its import, once; another name of it stays as it is."""
-    (tmp_path / "later_dcp.py").write_text("def f(a, b=2): return a + b\ng = f\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    seen: list[dict[str, Any]] = []
-
-    def front(run: Any, given: dict[str, Any]) -> Any:
-        seen.append(given)
-        return run()
-
-    monkeypatch.setitem(dcp_caller._waiting, "later_dcp", {"f": front, "gone": front})
-    dcp_caller.install()
-    module: Any = importlib.import_module("later_dcp")
-
-    assert (module.f(1), module.f(1, b=4), module.g(1)) == (3, 5, 3)
-    assert seen == [{"a": 1}, {"a": 1, "b": 4}]
-    assert not hasattr(module, "gone")
-
-
 def models(path: str) -> list[tuple[nn.Module, Any]]:
     """A GPT, and parameters of every odd shape; with elements cut on one door."""
     found: list[tuple[nn.Module, Any]] = []
@@ -444,3 +431,43 @@ def test_parts_boxes_and_the_whole_are_those_of_the_parameter(
                 whole = each.full_tensor()
                 assert type(whole) is torch.Tensor
                 assert torch.equal(whole, full[name].to(each.dtype)), name
+
+
+@pytest.mark.parametrize("door", ["torch", "fsdp2", "composable"])
+@on_ranks(2)
+def test_a_state_dict_for_dcp_follows_the_model(world: World, door: str) -> None:
+    """A checkpointer may keep it, as torchtitan's does, and load into it alone."""
+    entry = {"torch": torch_fully_shard, "fsdp2": fsdp2_fully_shard}.get(door)
+    model = TinyGPT()
+    shard: Any = entry or fully_shard
+    for part in (*model.blocks, model):
+        if door == "composable":
+            shard(part, strategy=ShardingStrategy.SHARD_GRAD_OP)
+        else:
+            shard(part, reshard_after_forward=False)
+    kept: dict[str, Any] = get_model_state_dict(model)
+    named = model.state_dict() if entry else {}
+
+    optimizer = adamw(model.parameters())
+    model(gpt_input(0, world.rank)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    now: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True)
+    )
+    for name, value in now.items():
+        assert torch.equal(kept[name].full_tensor(), value), name
+        assert not entry or torch.equal(named[name].full_tensor(), value), name
+
+    # Into a unit that is full, because an evaluation has left it so.
+    with torch.no_grad():
+        before = model(gpt_input(1, 0))
+        for value in kept.values():
+            value.to_local().mul_(0.5)
+        for part in (*model.blocks, model) if door == "torch" else ():
+            part.reshard()  # it would go on with the values before
+        halved = model(gpt_input(1, 0))
+    plain = TinyGPT()
+    plain.load_state_dict({name: value / 2 for name, value in now.items()})
+    assert not torch.equal(before, halved)
+    assert torch.allclose(halved, plain(gpt_input(1, 0)), atol=1e-6)

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import composable_fsdp
 from composable_fsdp.comm import device as device_layer
-from composable_fsdp.flat import build_region, gradients
+from composable_fsdp.flat import build, gradients
 from composable_fsdp.flat import handle as handle_layer
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.runtime import (
@@ -419,7 +419,7 @@ def _of_memory(order: StreamOrder) -> Patches:
 
     return [
         (torch.UntypedStorage, "resize_", resize_),
-        (build_region, "new_shard", host_shard),
+        (build, "new_shard", host_shard),
         (gradients, "new_shard", host_shard),
         (offload, "copy_async", copy_async),
         (unshard, "copy_async", copy_async),

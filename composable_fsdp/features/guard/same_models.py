@@ -21,8 +21,8 @@ import threading
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -38,23 +38,21 @@ from composable_fsdp.features.guard.compare import (
     gather,
     tag_of,
 )
-from composable_fsdp.features.guard.fingerprint import (
-    UnitFacts,
-    facts_of,
-    fingerprint_of,
-    told_facts,
-)
-from composable_fsdp.features.guard.initialized import starts
 from composable_fsdp.features.guard.meetings import announce
 from composable_fsdp.features.guard.same_weights import (
+    Units,
     require_same_weights,
+    starts,
     weights_tag,
 )
 from composable_fsdp.features.guard.watch import leave_others, watch
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_form import groups_of
-from composable_fsdp.flat.param_ref import ParamRef
+from composable_fsdp.flat.param_ref import ParamRef, slot_paths
 from composable_fsdp.flat.value_hash import WAY_OUT
-from composable_fsdp.naming import by_value, listed, quoted, ranks_text
+from composable_fsdp.naming import by_value, join_name, listed, quoted, ranks_text
+from composable_fsdp.planning.options import in_force
+from composable_fsdp.tree.changed_settings import option_text, setting_values
 from composable_fsdp.tree.root import outermost, set_param_paths
 from composable_fsdp.tree.state import (
     ALL_RANKS,
@@ -77,15 +75,12 @@ _FIRST_GATHER = (
 
 LOGGER = logging.getLogger("composable_fsdp")
 
-Units = list[tuple[str, _FSDPState]]
-"""Units with their names from the outermost unit."""
-
 
 class Scope(NamedTuple):
     """Units that the same ranks hold."""
 
     route: tuple[dist.ProcessGroup, ...]  # reach all these ranks, in turn
-    units: Units
+    units: list[tuple[str, _FSDPState]]
     parts: dist.ProcessGroup | None = None  # whose ranks hold other parts of the units
 
 
@@ -130,7 +125,7 @@ def _compare_scopes(
     due = []
     for scope in scopes:
         parts = scope.parts is not None
-        facts = facts_of(scope.units, parts=parts)
+        facts = _facts_of(scope.units, parts=parts)
         try:
             due.append(_compare(top, scope, facts))
         except DesyncError as error:
@@ -263,14 +258,16 @@ def _compare(top: _FSDPState, scope: Scope, facts: Sequence[UnitFacts]) -> str |
 
     Collective, Raises: as ``compare_models``.
     """
-    # Shard groups of other parts are other groups.
-    shared = [] if scope.parts else _shard_groups(scope.units)
+    # In the order of the units. Shard groups of other parts are other groups.
+    groups = [] if scope.parts else [s.handle.groups.shard for _, s in scope.units]
+    shards = dict.fromkeys(filter(None, groups))
+    shared = [tuple(dist.get_process_group_ranks(shard)) for shard in shards]
     states = [state for _, state in scope.units]
     # One start is enough: each rank's first draw under a seed has the same numbers.
     start, of = next(starts(top, states), (0, None))
     sent: Sequence[int] = (
         dist.get_rank(),
-        fingerprint_of(facts),
+        _fingerprint(facts),
         *weights_tag(scope.units, scope.parts),
         tag_of(shared),
         len(set.intersection(*map(set, shared))) if shared else 0,
@@ -292,13 +289,6 @@ def _compare(top: _FSDPState, scope: Scope, facts: Sequence[UnitFacts]) -> str |
     if len({each.weights for each in told}) == 1 and not any(e.written for e in told):
         return None
     return require_same_weights(scope.units, scope.route, scope.parts)
-
-
-def _shard_groups(units: Units) -> list[tuple[int, ...]]:
-    """Return the ranks of each shard group, in the order of the units."""
-    groups = dict.fromkeys(state.handle.groups for _, state in units)
-    shards = dict.fromkeys(each.shard for each in groups if each.shard is not None)
-    return [tuple(dist.get_process_group_ranks(shard)) for shard in shards]
 
 
 def _log_equal_start(told: Sequence[_Said], start: int, of: ParamRef) -> None:
@@ -333,7 +323,7 @@ def _difference(
     sent = zlib.compress(pickle.dumps(tuple(facts))) if speaks else b""
     received = gather(sent, route)
     models = {
-        tag: told_facts(pickle.loads(zlib.decompress(received[rank])))
+        tag: _told(pickle.loads(zlib.decompress(received[rank])))
         for tag, rank in first.items()
     }
     known = {each.rank: models[each.facts] for each in told}
@@ -362,3 +352,109 @@ def _require_same_groups(
         "Pass the same process_group or device_mesh on all ranks. No parameter has "
         "been sent yet."
     )
+
+
+# ---- facts in which all ranks must agree: texts, in the order of comparison ----
+
+_NAMES, _SHAPE, _DTYPE, _FLAG, _OPTION, _PLACE = range(6)
+_WORDS = {
+    _SHAPE: "the shape",
+    _DTYPE: "the dtype",
+    _FLAG: "requires_grad",
+    _PLACE: "the flat buffer",
+}
+
+
+class UnitFacts(NamedTuple):
+    """The facts of a unit."""
+
+    name: str
+    parameters: tuple[tuple[int, int, tuple[str, ...], str], ...]
+    """Kind, number in the unit, the names that the fact is about, and its value."""
+    options: tuple[tuple[str, str], ...]
+    above: str
+    """Stands before the names of parameters."""
+
+
+def _facts_of(units: Units, *, parts: bool) -> tuple[UnitFacts, ...]:
+    """Return the facts of ``units``; with ``parts`` those equal over other parts."""
+    names = {id(state): name for name, state in units}
+    # Most units are alike: their plans share the objects with these identities.
+    parameters: dict[int, Any] = {}
+    options: dict[tuple[object, ...], Any] = {}
+    found = []
+    for name, state in units:
+        handle, several = state.handle, len(state.modules) > 1
+        # Units of several modules may share a plan; their paths differ. Nor do parts of
+        # parameters, whose forms belong to the unit.
+        key = id(handle if several or parts else handle.layout.plan.regions)
+        if key not in parameters:
+            parameters[key] = tuple(_parameter_facts(handle, several, parts))
+        settings = {
+            # Numbers of ranks and not the ranks, which differ between replicas.
+            "ranks per shard group": handle.groups.shard_world_size,
+            "number of replicas": handle.groups.replicas,
+            "device type": handle.layout.device.type,
+            # A backward compares this one by itself: ``no_sync`` changes often.
+            "reduction of gradients in backward": state.settings.sync_gradients,
+            **setting_values(state, names),
+        }
+        setting = id(state.options), *settings.values()
+        if setting not in options:
+            told = {k: option_text(v) for k, v in in_force(state.options).items()}
+            del told["forward_prefetch"]  # told in detail elsewhere
+            told |= {key: str(value) for key, value in settings.items()}
+            options[setting] = tuple(told.items())
+        above = "" if several else name
+        found.append(UnitFacts(name, parameters[key], options[setting], above))
+    return tuple(found)
+
+
+def _parameter_facts(
+    handle: FlatParamHandle, several: bool, parts: bool
+) -> Iterator[tuple[int, int, tuple[str, ...], str]]:
+    """Yield the facts of a unit's parameters; with ``parts`` of all parts of them."""
+    forms = handle.layout.forms
+    for number, region in enumerate(handle.layout.plan.regions):
+        for slot in region.parameters:
+            names = tuple(slot_paths(handle, slot) if several else slot.fqns)
+            i, one = slot.index, names[:1]
+            shape = forms[i].whole_shape(slot.shape) if parts else slot.shape
+            yield _NAMES, i, names, ""
+            yield _SHAPE, i, one, str(tuple(shape))
+            yield _DTYPE, i, one, option_text(region.dtype)
+            yield _FLAG, i, one, str(region.trainable)
+            # Regions hold what a rank has, and parts differ in size.
+            if not parts:
+                place = f"number {number + 1} from element {slot.offset}"
+                yield _PLACE, i, one, place
+
+
+def _fingerprint(facts: Sequence[UnitFacts]) -> int:
+    """Return a tag that is equal for equal facts, on every rank."""
+    # The tag of facts that units share is computed once.
+    shared = {id(p): p for each in facts for p in (each.parameters, each.options)}
+    tags = {key: tag_of(part) for key, part in shared.items()}
+    return tag_of(
+        [(e.name, tags[id(e.parameters)], tags[id(e.options)]) for e in facts]
+    )
+
+
+def _told(units: Sequence[UnitFacts]) -> dict[tuple[int, ...], tuple[str, str]]:
+    """Return each fact by its place in the comparison: what it is, and its value."""
+    found: dict[tuple[int, ...], tuple[str, str]] = {}
+    for k, unit in enumerate(units):
+        # Names of units come before all else: a module that is a unit on some ranks
+        # only would be told as parameters that are missing in the unit above.
+        found[0, k] = f"unit number {k + 1} of the model", quoted(unit.name)
+        at = f"of unit {quoted(unit.name)}"
+        for number, (name, value) in enumerate(unit.options):
+            found[1, k, _OPTION, number] = f"the option {name} {at}", value
+        for kind, number, names, value in unit.parameters:
+            full, *tied = (quoted(join_name(unit.above, name)) for name in names)
+            told = f"{_WORDS.get(kind)} of parameter {full}", value
+            if kind == _NAMES:
+                others = f" (tied to {', '.join(tied)})" if tied else ""
+                told = f"parameter {number + 1} {at}", full + others
+            found[1, k, kind, number] = told
+    return found

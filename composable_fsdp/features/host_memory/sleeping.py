@@ -1,16 +1,10 @@
 """Models that sleep: what they hold leaves the device and comes back.
 
-What has memory is a storage: the shard of a region, a flat gradient, a state, a buffer.
-Each is copied as bytes, and resized to 0. Tensors and storages stay the same objects,
-so leaves, views, optimizers and hooks hold after the way back, whatever they are of.
-Meanwhile a kernel over such a tensor would crash: the tensors that a user can reach
-show empty data. Seam: ``RuntimeContext.summoned``, by which calls are refused.
-
-The bytes come back at other addresses, because memory that is free belongs to everybody
-in the meantime. What is captured in a CUDA graph cannot follow: ``memory.moves`` tells
-a ``capture`` to record its graphs again. The slots of an arena, whose address is fixed
-from then on, hold nothing between steps: they are left, and the first all-gather after
-the way back takes new ones, before a graph is captured.
+Each storage is copied as bytes and resized to 0, so that tensors, leaves, views and
+optimizers stay the same objects; those that a user can reach show empty data, because a
+kernel over the others would crash. The bytes come back at other addresses, so
+``memory.moves`` tells a ``capture`` to record its graphs again.
+Seam: ``RuntimeContext.summoned``, by which calls are refused.
 """
 
 from __future__ import annotations
@@ -27,29 +21,25 @@ from torch.utils import _pytree
 
 from composable_fsdp.access.block import block
 from composable_fsdp.access.settings import units_of
-from composable_fsdp.access.unsharded_unit import NO_STEPS
+from composable_fsdp.access.unshard_params import NO_STEPS
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.build import leaf_memory
 from composable_fsdp.flat.gradients import (
     free_cleared,
     has_arrived,
 )
-from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.handle import FlatParamHandle, leaf_memory
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.recover import settle_tree
 from composable_fsdp.runtime.reduce import finish_reduction
-from composable_fsdp.tools.storages import parts_of
+from composable_fsdp.tools.activations import parts_of
 from composable_fsdp.tree.root import meet_over, outermost
 from composable_fsdp.tree.state import RuntimeContext, Summon
 from composable_fsdp.tree.traversal import require_module
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
-Shown = tuple[str, Tensor, int, Tensor]
-"""Name, tensor that shows empty data, version, and its true data."""
 _CPU = torch.device("cpu")
 _WHY = (
     "while {} sleeps in host memory. Call composable_fsdp.features.wake(model) before."
@@ -88,56 +78,33 @@ def sleep(
     # A rank that sleeps alone would alone gather again what all ranks hold now.
     meet_over(states, Call("sleep", states[0].title))
     trees = {settle_tree(top, "sleep"): top for top in map(outermost, states)}
-    _settle(trees, handles)
-    regions = [*chain.from_iterable(handle.layout.regions for handle in handles)]
+    for context in trees:
+        finish_reduction(context)
+    for handle in handles:
+        if has_arrived(handle) or handle.reduction.held is not None:
+            raise PhaseError(
+                f"sleep was called while gradients of {handle.name} wait for a "
+                "reduction (no_sync). Call it after the backward that reduces."
+            )
+    for handle in handles:
+        if handle.form.arena_slot is not None:
+            # Before the versions are noted, which this moves: what a graph saved of the
+            # slot is lost.
+            handle.form.arena_slot.leave()
     if keep == "none":
-        _drop_gradients(model, handles, regions)
+        regions = [region for handle in handles for region in handle.layout.regions]
+        for leaf in chain(model.parameters(), *(region.graded for region in regions)):
+            leaf.grad = None
+        for handle in handles:
+            free_cleared(handle)
     several = optimizer if isinstance(optimizer, Iterable) else [optimizer]
     # Of a wrapper the one inside.
     optims = [getattr(each, "optimizer", each) for each in several if each is not None]
-    devices = {handle.layout.device for handle in handles}
-    shown = _shown(model, regions, optims, devices)
-    # Side streams may still write what the current stream copies.
-    _synchronize(devices)
-    stored = []
-    for storage in dict.fromkeys(data.untyped_storage() for *_, data in shown):
-        nbytes, pinned = storage.nbytes(), storage.device.type == "cuda"
-        host = memory.new_buffer(nbytes, torch.uint8, _CPU, pinned=pinned)
-        home = host.untyped_storage()
-        stored.append((storage, home.copy_(storage, non_blocking=True)))
-    _synchronize(devices)
-    allow: list[Callable[[], object]] = []
-    bring = partial(_bring, [*trees], handles, shown, stored, allow)
+    asleep = _Sleep(model, [*trees], handles, optims)
     # From here on nothing allocates, and nothing fails.
-    for handle in handles:
-        _free_buffers(handle)
-        handle.phase, NO_STEPS[handle] = Phase.SUMMON, _WHY
-    for _, tensor, _, _ in shown:
-        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    for storage, _ in stored:
-        storage.resize_(0)
+    asleep.leave()
     for context, state in trees.items():
-        context.summoned = Summon(state, rank0_only=False, why=_WHY, record=bring)
-    for optim in optims:
-        # ``copy.deepcopy`` and ``pickle`` ask the object, and would copy empty states.
-        vars(optim)["__reduce_ex__"] = partial(_refuse, optim)
-        allow += [
-            partial(vars(optim).pop, "__reduce_ex__", None),
-            optim.register_state_dict_pre_hook(_refuse).remove,
-            optim.register_load_state_dict_pre_hook(_refuse).remove,
-        ]
-    # The allocator of torch would keep the memory from other libraries and processes.
-    _synchronize(devices, empty=True)
-
-
-def _drop_gradients(
-    model: nn.Module, handles: list[FlatParamHandle], regions: list[FlatParameter]
-) -> None:
-    """Clear all gradients, and free those of units."""
-    for leaf in chain(model.parameters(), *(region.graded for region in regions)):
-        leaf.grad = None
-    for handle in handles:
-        free_cleared(handle)
+        context.summoned = Summon(state, rank0_only=False, why=_WHY, record=asleep)
 
 
 @torch.inference_mode(False)
@@ -162,7 +129,7 @@ def wake(model: nn.Module, optimizer: Optimizers = None) -> None:
     found = dict.fromkeys(mark.record for mark in marks if mark and mark.record)
     if not found:
         raise PhaseError("wake was called on a model that is awake. Call sleep before.")
-    lost = [name for bring in found for name in bring()]
+    lost = [name for asleep in found for name in asleep.bring()]
     if lost:
         raise PhaseError(
             f"Of a model that slept {listed(lost)} were written to or replaced; this "
@@ -188,95 +155,111 @@ def released(
         wake(model)
 
 
-def _settle(trees: Iterable[RuntimeContext], handles: list[FlatParamHandle]) -> None:
-    """End the reductions, and leave the slots of arenas."""
-    for context in trees:
-        finish_reduction(context)
-    for handle in handles:
-        if has_arrived(handle) or handle.reduction.held is not None:
-            raise PhaseError(
-                f"sleep was called while gradients of {handle.name} wait for a "
-                "reduction (no_sync). Call it after the backward that reduces."
-            )
-    for handle in handles:
-        if handle.form.arena_slot is not None:
-            # Before the versions are noted, which this moves: what a graph saved of the
-            # slot is lost.
-            handle.form.arena_slot.leave()
+class _Sleep:
+    """What has left the device together, and its copies on the host."""
 
+    def __init__(
+        self,
+        model: nn.Module,
+        contexts: list[RuntimeContext],
+        handles: list[FlatParamHandle],
+        optims: list[Optimizer],
+    ) -> None:
+        self.contexts, self.handles, self.optims = contexts, handles, optims
+        self.devices = {handle.layout.device for handle in handles}
+        self.shown = list(self._find(model).values())
+        """Name, tensor that shows empty data, version, and its true data."""
+        self.allow: list[Callable[[], object]] = []
+        """What opens the optimizers."""
+        # Side streams may still write what the current stream copies.
+        _synchronize(self.devices)
+        self.stored: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        for storage in dict.fromkeys(data.untyped_storage() for *_, data in self.shown):
+            nbytes, pinned = storage.nbytes(), storage.device.type == "cuda"
+            host = memory.new_buffer(nbytes, torch.uint8, _CPU, pinned=pinned)
+            home = host.untyped_storage()
+            self.stored.append((storage, home.copy_(storage, non_blocking=True)))
+        _synchronize(self.devices)
 
-def _shown(
-    model: nn.Module,
-    regions: list[FlatParameter],
-    optims: list[Optimizer],
-    devices: set[torch.device],
-) -> list[Shown]:
-    """Return the tensors that are to sleep, each once."""
-    named: list[tuple[str, Any]] = []
-    named += [(quoted(name), p) for name, p in model.named_parameters()]
-    named += [("a flat parameter", r.flat) for r in regions if r.flat is not None]
-    named += [(f"the gradient of {name}", p.grad) for name, p in named]
-    named += [(quoted(name), buffer) for name, buffer in model.named_buffers()]
-    for optim in optims:
-        values = _pytree.tree_leaves(list(optim.state.values()))
-        named += [(f"state of {type(optim).__name__}", value) for value in values]
-    for region in regions:
-        # What no leaf shows: padding, and gradients that ``zero_grad`` has cleared.
-        named += [("a shard", region.shard), ("its gradient", region.gradient.shard)]
-    found: dict[int, Shown] = {}
-    for name, value in named:
-        for part in parts_of(value) if isinstance(value, Tensor) else ():
-            # Memory of another library, as of numpy, is not ours to free.
-            here = part.device in devices and part.layout is torch.strided
-            if here and part.numel() and part.untyped_storage().resizable():
-                version = -1 if part.is_inference() else part._version
-                found.setdefault(id(part), (name, part, version, part.data))
-    return list(found.values())
+    def _find(self, model: nn.Module) -> dict[int, tuple[str, Tensor, int, Tensor]]:
+        """Return the tensors that are to sleep, each once."""
+        regions = [r for handle in self.handles for r in handle.layout.regions]
+        named: list[tuple[str, Any]] = []
+        named += [(quoted(name), p) for name, p in model.named_parameters()]
+        named += [("a flat parameter", r.flat) for r in regions if r.flat is not None]
+        named += [(f"the gradient of {name}", p.grad) for name, p in named]
+        named += [(quoted(name), buffer) for name, buffer in model.named_buffers()]
+        for optim in self.optims:
+            values = _pytree.tree_leaves(list(optim.state.values()))
+            named += [(f"state of {type(optim).__name__}", value) for value in values]
+        for region in regions:
+            # What no leaf shows: padding, and gradients that ``zero_grad`` has cleared.
+            named += [
+                ("a shard", region.shard),
+                ("its gradient", region.gradient.shard),
+            ]
+        found: dict[int, tuple[str, Tensor, int, Tensor]] = {}
+        for name, value in named:
+            for part in parts_of(value) if isinstance(value, Tensor) else ():
+                # Memory of another library, as of numpy, is not ours to free.
+                here = part.device in self.devices and part.layout is torch.strided
+                if here and part.numel() and part.untyped_storage().resizable():
+                    version = -1 if part.is_inference() else part._version
+                    found.setdefault(id(part), (name, part, version, part.data))
+        return found
 
+    def leave(self) -> None:
+        """Free the memory on the device, and refuse calls."""
+        for handle in self.handles:
+            # The old slots, which the views keep until they move into the new ones.
+            for full in handle.form.fulls:
+                memory.free(full)
+            if handle.form.source is not None:
+                handle.form.source.drop()
+            for region in handle.layout.trainable:
+                memory.free(region.reduce.buffer)
+            handle.phase, NO_STEPS[handle] = Phase.SUMMON, _WHY
+        for _, tensor, _, _ in self.shown:
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        for storage, _ in self.stored:
+            storage.resize_(0)
+        for optim in self.optims:
+            # ``copy.deepcopy`` and ``pickle`` ask the object, and would copy empty
+            # states.
+            vars(optim)["__reduce_ex__"] = partial(_refuse, optim)
+            self.allow += [
+                partial(vars(optim).pop, "__reduce_ex__", None),
+                optim.register_state_dict_pre_hook(_refuse).remove,
+                optim.register_load_state_dict_pre_hook(_refuse).remove,
+            ]
+        # The allocator of torch would keep the memory from other libraries and
+        # processes.
+        _synchronize(self.devices, empty=True)
 
-def _bring(
-    contexts: list[RuntimeContext],
-    handles: list[FlatParamHandle],
-    shown: list[Shown],
-    stored: list[tuple[torch.UntypedStorage, torch.UntypedStorage]],
-    allow: list[Callable[[], object]],
-) -> list[str]:
-    """Bring back what ``sleep`` took; return the names of what has changed meanwhile.
-
-    ``stored`` are storages with those on the host; ``allow`` opens the optimizers.
-    """
-    # All memory first: without enough torch raises, and the model sleeps on.
-    for storage, host in stored:
-        storage.resize_(host.nbytes())
-    for storage, host in stored:
-        storage.copy_(host, non_blocking=True)
-    memory.note_move()
-    lost = []
-    for name, tensor, version, data in shown:
-        if tensor.numel() or (version >= 0 and tensor._version != version):
-            lost.append(name)
-        tensor.data = data
-    for handle in handles:
-        handle.writes.memory = leaf_memory(handle.layout)
-        handle.phase = Phase.IDLE
-        NO_STEPS.pop(handle, None)
-    # Whatever stream reads next.
-    _synchronize({storage.device for storage, _ in stored})
-    for context in contexts:
-        context.summoned = None
-    for each in allow:
-        each()
-    return lost
-
-
-def _free_buffers(handle: FlatParamHandle) -> None:
-    """Free the old slots, which the views keep until they move into the new ones."""
-    for full in handle.form.fulls:
-        memory.free(full)
-    if handle.form.source is not None:
-        handle.form.source.drop()
-    for region in handle.layout.trainable:
-        memory.free(region.reduce.buffer)
+    def bring(self) -> list[str]:
+        """Bring all back; return the names of what has changed meanwhile."""
+        # All memory first: without enough torch raises, and the model sleeps on.
+        for storage, host in self.stored:
+            storage.resize_(host.nbytes())
+        for storage, host in self.stored:
+            storage.copy_(host, non_blocking=True)
+        memory.note_move()
+        lost = []
+        for name, tensor, version, data in self.shown:
+            if tensor.numel() or (version >= 0 and tensor._version != version):
+                lost.append(name)
+            tensor.data = data
+        for handle in self.handles:
+            handle.writes.memory = leaf_memory(handle.layout)
+            handle.phase = Phase.IDLE
+            NO_STEPS.pop(handle, None)
+        # Whatever stream reads next.
+        _synchronize(self.devices)
+        for context in self.contexts:
+            context.summoned = None
+        for each in self.allow:
+            each()
+        return lost
 
 
 def _synchronize(devices: Iterable[torch.device], *, empty: bool = False) -> None:

@@ -8,6 +8,7 @@ Outputs and attributes that share the memory of full parameters become copies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -83,8 +84,10 @@ def _attributes(state: _FSDPState) -> Iterator[tuple[dict[str, Any], str, Tensor
         buffers = own["_buffers"]
         # Most modules have no buffers.
         for table in (own, buffers) if buffers else (own,):
-            for key, value in table.items():
-                if type(value) in _HOLDERS and key not in _OF_EVERY_MODULE:
+            # Few keys are left for Python to look at.
+            for key in filterfalse(_OF_EVERY_MODULE.__contains__, table):
+                value = table[key]
+                if type(value) in _HOLDERS:
                     for tensor in tensors_in(value):
                         yield table, key, tensor
                         if tensor.grad_fn is not None:

@@ -12,6 +12,7 @@ from operator import is_, methodcaller
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from composable_fsdp.errors import PhaseError
@@ -153,7 +154,9 @@ class FullPassage(Passage):
             since = -1 if call.given is None else call.given.since
             searches.found_at = escapes.find_places(state, since, searches.found_at)
             searches.before = None
-            searches.writes_data |= not weight_writes.is_unchanged(handle, before)
+            now = weight_writes.snapshot(handle)
+            same = now is not None and all(map(torch.equal, before, now))
+            searches.writes_data |= not same
         escapes.copy_kept_weights(handle, searches.found_at)
         weight_writes.copy_writes(state, all_values=searches.writes_data)
 

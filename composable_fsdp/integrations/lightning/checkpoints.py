@@ -24,8 +24,8 @@ from composable_fsdp.config import OptimStateKeyType, StateDictType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.given_optimizers import full_state_dict
 from composable_fsdp.integrations.lightning.strategy import has_units
-from composable_fsdp.optim.keys import rekey_optim_state_dict
 from composable_fsdp.optim.load import full_optim_state_dict, optim_state_dict_to_load
+from composable_fsdp.optim.names import rekey_optim_state_dict
 from composable_fsdp.state_dict.settings import state_dict_type
 from composable_fsdp.storage.commit import Folder, newest_in
 from composable_fsdp.storage.directory import MANIFEST

@@ -1,11 +1,8 @@
 """Slots of memory in which the full parameters of units lie.
 
 The storage belongs to a slot and is never resized: ``full`` and the full leaves become
-views of it at the unit's first all-gather, before a graph can save a view of them.
-
-The plan gives units that a step needs together slots of their own. Else, in this order,
-on all ranks alike: a unit that only waits is resharded and gathered again; a unit whose
-full leaves were never used moves to a slot of its own; both are in use: an error.
+views of it at the unit's first all-gather, before a graph can save a view of them. The
+plan gives units that a step needs together slots of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from composable_fsdp.flat.residency import (
 )
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.unshard import release
-from composable_fsdp.tools.unit_costs import slot_bytes
+from composable_fsdp.tools.memory import slot_bytes
 from composable_fsdp.tree.state import RuntimeContext, root_of
 
 _POISON = 0xFF
@@ -107,15 +104,11 @@ class Slot:
             self._move_out(handle)
             return
         # Neither can wait: on all ranks, which run the same program, both are in use.
-        use, way_out = "in use", "Pass"
-        if _is_between_steps(context):
-            use = "unsharded by hand"
-            way_out = f"Call reshard on {holder.name} before, or pass"
         raise PhaseError(
-            f"Fully sharded module {handle.name} is needed while {holder.name} is "
-            f"{use}, and both have their full parameters in the same slot of the "
-            "arena, because by the plan they are never full at the same time. "
-            f"{way_out} "
+            f"Fully sharded module {handle.name} is needed while {holder.name} is in "
+            "use, and both have their full parameters in the same slot of the arena, "
+            "because by the plan they are never full at the same time. Call reshard "
+            f"on {holder.name} before, if it was unsharded by hand, or pass "
             "arena=Arena(shared=False), which gives each unit memory of its own."
         )
 

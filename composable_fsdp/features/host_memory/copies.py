@@ -1,42 +1,209 @@
-"""States of an optimizer in host memory, which pass through two device buffers.
+"""Activations and states of optimizers in host memory, which come back for their use.
 
 ::
 
-    lane      in 0   in 1            out 0  in 2            out 1          out 2
+    compute  forward 0  forward 1  forward 2     backward 2  backward 1  backward 0
+    lane                out 0      out 1  out 2  in 1        in 0
     compute          step of 0  ->   step of 1       ->     step of 2
+    lane      in 0   in 1            out 0  in 2            out 1          out 2
 
-Seam: torch's hook before a step, which hands the step a twin of the optimizer: it
-shares all attributes but the groups. A loop over these goes region by region, and gives
-each group once per region, with the parameters of that region. What works element by
-element gives the same bits. All of it happens in the step, behind the hooks of others.
+At most two blocks of activations are on the device; states pass through two buffers.
+Seam: torch's hook before a step, which hands the step a twin of the optimizer. A loop
+over the groups of the twin gives each group once per region, with the parameters of
+that region: what works element by element gives the same bits.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from composable_fsdp.access.settings import units_of
-from composable_fsdp.comm.device import StreamEvent, is_capturing
+from composable_fsdp.comm.device import (
+    NO_EVENTS,
+    StreamEvent,
+    current_stream,
+    is_capturing,
+    use_stream,
+)
 from composable_fsdp.errors import CompositionError, PhaseError
-from composable_fsdp.features.host_memory.lane import Lane
 from composable_fsdp.flat import memory
 from composable_fsdp.optim.step_checks import (
     find_held,
     handles_of,
     needs_whole_params,
 )
-from composable_fsdp.tools.unit_costs import slot_bytes
+from composable_fsdp.tools.memory import slot_bytes
 
 Group = dict[str, Any]
 _INSTALLED = "_composable_fsdp_host_states"
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+_LIVE = 2
+"""Blocks that are on the device at a time."""
+
+
+class Lane:
+    """Copies in the order of their calls; on a CPU done when a call returns."""
+
+    # Memory belongs to compute, which allocates and frees it: a copy comes behind what
+    # compute was given so far, and compute waits for the event of the last copy before
+    # it frees the memory. So nothing needs ``record_stream``.
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copy(self, *pairs: tuple[Tensor, Tensor]) -> StreamEvent:
+        """Copy to the first of each pair; return the event that compute waits for."""
+        if self.stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return NO_EVENTS.gather
+        self.stream.wait_stream(current_stream(self.device))
+        with use_stream(self.stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        done = StreamEvent(self.device)
+        done.record(self.stream)
+        return done
+
+    def finish(self) -> None:
+        """Have the host wait for all copies."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+class offloaded(saved_tensors_hooks):  # in lower case as the class of torch
+    """``with offloaded():`` keeps what the block saves on the host until backward.
+
+    Raises: RuntimeError, in backward as without offload, or when the block leaves the
+        device, if what it saved was written in place.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[torch.device, _Block] = {}
+        super().__init__(self._pack, _unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor | tuple[_Block, int]:
+        """Begin the copy to the host; a tensor that wraps others stays.
+
+        So do parameters, which a copy frees no memory of. Units free theirs after the
+        forward, without regard to the lane, and fill them again for backward.
+        """
+        whole = tensor if tensor._base is None else tensor._base
+        wraps = hasattr(type(tensor), "__tensor_flatten__")
+        if wraps or isinstance(whole, nn.Parameter):
+            return tensor
+        if tensor.device not in self.blocks:
+            self.blocks[tensor.device] = _Block(tensor.device)
+        return self.blocks[tensor.device].save(tensor)
+
+    def __exit__(self, *error: object) -> None:
+        """End the block: those before the last two leave the device."""
+        super().__exit__(*error)
+        while self.blocks:
+            self.blocks.popitem()[1].end()
+
+
+@cache
+def _trail(device: torch.device) -> tuple[Lane, list[weakref.ref[_Block]]]:
+    """Return the lane of a device, and its last blocks, which have not left it."""
+    return Lane(device), []
+
+
+class _Block:
+    """What a forward has saved on a device; the graph keeps it, by number."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.lane, self.live = _trail(device)
+        self.host: list[Tensor] = []
+        self.here: dict[int, tuple[Tensor, int | None]] = {}
+        """On the device, until the copies are out, and from when they come back until
+        their use; with the version, None of a copy, which nobody else writes."""
+        self.before: weakref.ref[_Block] | None = None
+        """The block whose backward comes next."""
+        self.done: StreamEvent = NO_EVENTS.gather
+        """The end of the last copy; compute waits for it before it frees the memory."""
+
+    def save(self, tensor: Tensor) -> tuple[_Block, int]:
+        """Begin the copy of a tensor to the host."""
+        # A forecast counts all memory but that of meta: there the host has none.
+        home, at = "meta" if is_fake(tensor) else "cpu", len(self.host)
+        host = torch.empty_like(tensor, device=home, pin_memory=tensor.is_cuda)
+        self.host.append(host)
+        self.here[at] = tensor.detach(), tensor._version
+        if home == "cpu":
+            self.done = self.lane.copy((host, tensor.detach()))
+        return self, at
+
+    def land(self) -> None:
+        """Have compute wait for the copies of the block."""
+        self.done.wait()
+
+    # A block may go with its graph while the lane writes the memory.
+    __del__ = land
+
+    def take(self, at: int) -> Tensor:
+        """Return a tensor on the device, and let go of it."""
+        here, version = self.here.pop(at)
+        # The copy may have seen the write.
+        if version not in (None, here._version):
+            raise RuntimeError(
+                f"A tensor of shape {tuple(here.shape)} that an offloaded module needs "
+                "for backward was written in place after it was saved. Write into a "
+                "new tensor: y = y + z for y += z."
+            )
+        return here
+
+    def end(self) -> None:
+        """End the forward; the oldest block frees its memory on the device."""
+        if self.live:
+            self.before = self.live[-1]
+        self.live.append(weakref.ref(self))
+        if len(self.live) > _LIVE and (oldest := self.live.pop(0)()) is not None:
+            oldest.land()
+            for at in [*oldest.here]:
+                oldest.take(at)
+
+    def fetch(self) -> None:
+        """Begin the copies to the device of what is on the host alone."""
+        pairs = []
+        for at, host in enumerate(self.host):
+            if at not in self.here:
+                here = torch.empty_like(host, device=self.lane.device)
+                self.here[at] = here, None
+                pairs.append((here, host))
+        if pairs and not pairs[0][1].is_meta:
+            self.done = self.lane.copy(*pairs)
+
+
+def _unpack(saved: Tensor | tuple[_Block, int]) -> Tensor:
+    """Return the tensor on the device; begin the copies of the block before."""
+    if isinstance(saved, Tensor):
+        return saved
+    block, at = saved
+    # At once only in a second backward, or one in another order.
+    if at not in block.here:
+        block.fetch()
+    block.land()
+    found = block.take(at)
+    if block.before is not None and (before := block.before()) is not None:
+        # Once: what is back, or was used, is on the device or has no backward left.
+        block.before = None
+        before.fetch()
+    return found
 
 
 def offload_states(optimizer: Optimizer, model: nn.Module) -> None:

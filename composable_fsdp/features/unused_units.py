@@ -1,19 +1,25 @@
-"""A unit that only some ranks run: the other ranks join its gathers and reductions.
+"""Parameters and units that only some ranks use: all ranks send the same in backward.
 
-All ranks send the same in a call, whether or not they run the module::
+``CommonOrder`` goes through the uses of a forward in reverse, and issues at each, also
+a skipped one, what other ranks issue there::
+
+    forward     [ a ] [ b ] [ c ]            uses 0 1 2, of the root 3
+    this rank   root, c, a                   the loss does not reach b
+    sends       gather c | reduce c, gather b | reduce b, gather a | reduce a, root
+
+Units below ``call_where`` are full together, also on ranks that run nothing::
 
     forward     [agree] [gather a b c]   run a(b, c), or nothing         [reshard]
     backward    [gather a b c]   backward of a(b, c), or nothing   [reduce c b a]
 
 The engine runs nodes of the graph from the youngest to the oldest, so two nodes have
-the mirrored place on all ranks. Units are full in between: checkpoints may recompute.
-The logs of their order are off, because ranks that run nothing use nothing.
+the mirrored place on all ranks. The logs of their order are off.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from copy import copy
 from functools import partial, reduce
 from itertools import chain
@@ -28,10 +34,11 @@ from torch.utils import _pytree
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import operation_log
+from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import CompositionError, PhaseError
-from composable_fsdp.flat.gradients import zero_missing
+from composable_fsdp.flat.gradients import has_arrived, zero_missing
 from composable_fsdp.flat.handle import NO_LOGS, NO_TASK, FlatParamHandle
-from composable_fsdp.flat.residency import NOT_GATHERED
+from composable_fsdp.flat.residency import NOT_GATHERED, SHARDED
 from composable_fsdp.phases import BACKWARD_PRE, FORWARD, IDLE, Phase
 from composable_fsdp.runtime import graph_task, unshard
 from composable_fsdp.runtime.backward import (
@@ -46,10 +53,134 @@ from composable_fsdp.runtime.reduce import (
     copy_grads_to_reduce_buffers,
     reduce_gradients,
 )
-from composable_fsdp.tree.state import OWNERS, RuntimeContext, _FSDPState, root_of
+from composable_fsdp.tree.state import (
+    OWNERS,
+    RuntimeContext,
+    StepOrder,
+    _FSDPState,
+    root_of,
+)
 from composable_fsdp.tree.traversal import inside_wrappers, require_module
 
 _PLAIN = "expects all calls of its units in a forward to go by call_where alone."
+
+
+class CommonOrder(StepOrder):
+    """An order whose backward goes through all uses, in an order that ranks share."""
+
+    __slots__ = ("accumulates", "begins", "next", "waiting")
+
+    def __init__(self, mode: Hashable = ()) -> None:
+        super().__init__(mode)
+        self.begins: dict[_FSDPState, int] = {}
+        """Per unit: the number of uses that were recorded when the unit's first forward
+        began."""
+        # Progress of backward; set when backward reaches the forward of this order.
+        self.next = 0
+        """Index of the use that backward has reached last; uses are walked from the
+        end."""
+        self.accumulates = False
+        """Whether this backward accumulates gradients of parameters; not so for
+        ``autograd.grad`` of inputs."""
+        self.waiting: dict[_FSDPState, int] = {}
+        """The entries of ``begins`` whose unit is not reduced yet."""
+
+    def add(self, unit: _FSDPState, begin: int = 0) -> int:
+        """Append a use whose forward began after ``begin`` uses; return its index."""
+        # A unit that runs several times is reduced only before its earliest forward.
+        self.begins[unit] = min(begin, self.begins.get(unit, begin))
+        return super().add(unit, begin)
+
+    recomputed = GradientOrder.recomputed
+
+    def reach(
+        self, context: RuntimeContext, handle: FlatParamHandle, index: int
+    ) -> None:
+        """Issue the collectives of all uses after ``index``, in reverse."""
+        self.issue_until(context, index)
+
+    def issue_until(self, context: RuntimeContext, index: int) -> None:
+        """Issue the collectives of the uses after ``index``, last to first."""
+        if self not in context.filling:
+            finish_later_forwards(context)
+            context.filling.append(self)
+            self.next, self.waiting = self.count, dict(self.begins)
+            # A backward of ``autograd.grad`` with respect to other tensors reduces
+            # nothing: zeros would become gradients that the user did not ask for. All
+            # ranks must therefore run the same kind of backward.
+            self.accumulates = not graph_task.parameters_not_requested() or any(
+                graph_task.will_run(node)
+                for each in context.handles
+                for node in each.form.accumulators
+            )
+        while self.next > index:
+            self.next -= 1
+            at = self.next
+            # The engine runs younger nodes first, so when backward reaches a use before
+            # the first forward of a unit began, the gradients of that unit are complete
+            # or will never come.
+            for state in [s for s, begin in self.waiting.items() if begin > at]:
+                del self.waiting[state]
+                _reduce_in_turn(context, state, accumulates=self.accumulates)
+            super().reach(context, self.uses[at].handle, at)
+            if at > index:
+                _gather_in_turn(context, self, at)
+
+    def reduce(self, context: RuntimeContext, handle: FlatParamHandle) -> None:
+        """Do nothing: ``reach`` reduces the unit in its turn, equal on all ranks."""
+
+    def prefetch(self, context: RuntimeContext, order: StepOrder, reached: int) -> None:
+        """Do nothing: the end of a unit's backward is at another time on each rank."""
+
+
+def finish_later_forwards(context: RuntimeContext) -> None:
+    """Finish the backward of forwards that are later than the one reached now."""
+    for order in tuple(context.filling):
+        order.issue_until(context, -1)
+        for state in dict.fromkeys(order.uses):
+            _free_unused(context, state)
+
+
+def _gather_in_turn(context: RuntimeContext, order: CommonOrder, at: int) -> None:
+    """Unshard the unit of skipped use ``at``, and prefetch as in a normal backward."""
+    state = order.uses[at]
+    handle = state.handle
+    if handle.residency in NOT_GATHERED:
+        unshard.unshard(context, handle)
+    # BACKWARD_POST has no point in time that is the same on all ranks, so only
+    # BACKWARD_PRE and listed units are prefetched.
+    pre = handle.layout.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    if state.ahead_in_backward:
+        unshard.prefetch_listed(context, state, state.ahead_in_backward)
+    elif pre and at > 0:
+        unshard.prefetch_backward(context, order, at)
+
+
+def _reduce_in_turn(
+    context: RuntimeContext, state: _FSDPState, *, accumulates: bool
+) -> None:
+    """Reduce the unit in turn, with zeros for parameters without a gradient."""
+    handle = state.handle
+    expected = handle.rule.fill and handle.layout.trainable and accumulates
+    if state.settings.sync_gradients and (expected or has_arrived(handle)):
+        reduce_gradients(context, handle)
+    if handle.backward.task == NO_TASK:
+        # Backward has not reached the unit, so no other hook reshards the unit.
+        _free_unused(context, state)
+
+
+def _free_unused(context: RuntimeContext, state: _FSDPState) -> None:
+    """Reshard the unit, or keep the unit full for the next forward if so configured."""
+    handle = state.handle
+    if handle.calls:
+        # This backward runs inside a forward of the unit (``torch.func.vjp``), which
+        # still reads the parameters.
+        return
+    if state.settings.reshard_after_backward:
+        unshard.reshard(context, handle)
+    elif handle.residency is not SHARDED:
+        unshard.wait_unsharded(handle)
+        unshard.keep_full(context, handle)
 
 
 def call_where(module: nn.Module, used: bool, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +217,14 @@ def call_where(module: nn.Module, used: bool, *args: Any, **kwargs: Any) -> Any:
     >>> fully_shard(Seeing())(torch.ones(2, 4)).shape
     torch.Size([2, 1])
     """
-    state = _unit_of(module)
+    require_module(module, "call_where")
+    inner = inside_wrappers(module)
+    state = OWNERS.get(inner)
+    if state is None or state.modules != (inner,):
+        raise CompositionError(
+            f"call_where expects a fully sharded module, got a {type(module).__name__} "
+            "that is no unit by itself. Apply fully_shard to it, or pass one that is."
+        )
     context, recomputing = state.context, current_task() != NO_TASK
     if context is None or not (recomputing or context.entered not in (None, state)):
         raise PhaseError(
@@ -99,24 +237,17 @@ def call_where(module: nn.Module, used: bool, *args: Any, **kwargs: Any) -> Any:
     call, taped = _Call(context, state), torch.is_grad_enabled()
     given = _pytree.tree_leaves((args, kwargs)) if used and taped else ()
     needs = any(isinstance(each, Tensor) and each.requires_grad for each in given)
-    byte = call.agreed(bool(used) + 2 * needs, taped=taped)
+    byte = bool(used) + 2 * needs
+    for group in call.groups(taped=taped):
+        found = collectives.all_gather_numbers(
+            "all_gather_byte", [byte], group, "call_where", torch.uint8
+        )
+        byte = reduce(or_, found)
     if not byte:
         return zero
     taped = taped and (byte > 1 or any(s.handle.layout.trainable for s in call.states))
     run = partial(module, *args, **kwargs) if used else zero.clone
     return call.run(run, taped=taped, recomputing=recomputing)
-
-
-def _unit_of(module: nn.Module) -> _FSDPState:
-    """Return the unit that is ``module`` alone, or raise CompositionError."""
-    require_module(module, "call_where")
-    state = OWNERS.get(inside_wrappers(module))
-    if state is None or state.modules != (inside_wrappers(module),):
-        raise CompositionError(
-            f"call_where expects a fully sharded module, got a {type(module).__name__} "
-            "that is no unit by itself. Apply fully_shard to it, or pass one that is."
-        )
-    return state
 
 
 class _Call(GradientOrder):
@@ -144,15 +275,6 @@ class _Call(GradientOrder):
         of = [s.handle.groups for s in self.states if s.handle.groups.has_peers]
         each = [(g.shard, g.replicate if taped else None) for g in of]
         return dict.fromkeys(filter(None, chain.from_iterable(each)))
-
-    def agreed(self, byte: int, *, taped: bool) -> int:
-        """Return the bits that any rank has set."""
-        for group in self.groups(taped=taped):
-            found = collectives.all_gather_numbers(
-                "all_gather_byte", [byte], group, "call_where", torch.uint8
-            )
-            byte = reduce(or_, found)
-        return byte
 
     def refused(self, why: str) -> PhaseError:
         """Tell the other ranks, and return the error."""

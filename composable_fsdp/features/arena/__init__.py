@@ -1,1 +1,0 @@
-"""Full parameters at addresses that do not change, through ``FullForm.arena_slot``."""

@@ -1,1 +1,0 @@
-"""Tells of programs that use a shard as if it were the whole parameter."""

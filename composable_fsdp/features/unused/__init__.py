@@ -1,1 +1,0 @@
-"""Parameters without a gradient on some rank. Seam: the class of ``StepOrder``."""
