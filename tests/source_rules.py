@@ -16,7 +16,7 @@ from torch.utils._device import _device_constructors
 from tests.import_graph import DOORS, FORBIDDEN, PACKAGE, Module, imports
 
 COLLECTIVES_HOME = f"{PACKAGE}.comm.collectives"
-GROUP_MAKERS_HOME = f"{PACKAGE}.comm.nodes"
+GROUP_MAKERS_HOME = f"{PACKAGE}.comm.meshes"
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60

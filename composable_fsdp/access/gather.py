@@ -40,7 +40,8 @@ def gather_flat_values(
     filled = [i for i, s in enumerate(shards) if s.numel()]
     if first_only:
         for i in filled:
-            collectives.gather_flat(fulls[i] if wanted else None, shards[i], group)
+            full = fulls[i] if wanted else None
+            collectives.at_first_rank("gather", full, shards[i], group)
         return fulls if wanted else []
     if filled:
         collectives.all_gather_flat(

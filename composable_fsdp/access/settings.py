@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.comm.groups import operation_log
-from composable_fsdp.comm.meshes import twin_group
+from composable_fsdp.comm.meshes import group_like
 from composable_fsdp.comm.operations import RECORDING
 from composable_fsdp.comm.placements import name_of
 from composable_fsdp.errors import CompositionError
@@ -183,7 +183,7 @@ def set_separate_reduce_scatter_group(
         rule.group = None
         # A unit of a single rank sends nothing.
         if enable and ref is not None:
-            group = twin_group(ref.get(), "reductions")
+            group = group_like(ref.get(), "reductions")
             # The first forward records the groups of the units alone.
             for watch in RECORDING:
                 watch([group], agree=True)

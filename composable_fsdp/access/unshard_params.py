@@ -381,7 +381,7 @@ class _ShownUnit:
             here = shard.to(handle.layout.device)
             if self.rank0_only and groups.shard is not None:
                 whole = None if full is None else full.to(handle.layout.device)
-                collectives.scatter_flat(here, whole, groups.shard)
+                collectives.at_first_rank("scatter", whole, here, groups.shard)
             else:
                 # Shards of all ranks have equal length: padding fills up the last one.
                 start = groups.rank * shard.numel()

@@ -4,9 +4,8 @@ The store of torchrun outlives its workers: after a restart it holds all keys of
 attempt before, and groups have the same names again. So the first rank draws a name,
 and every other rank believes only an answer to the number that it has drawn itself::
 
-    hello/R     the number of rank R
+    hello/R     the number of rank R; the name, once it has read that
     answer/R    the number of rank R that the first rank has read, and the name
-    NAME        how many ranks have read the name
 """
 
 from __future__ import annotations
@@ -37,12 +36,7 @@ _MOST_VISITS = 4096
 
 
 def pauses(ranks: int) -> Iterator[float]:
-    """Yield the seconds between visits of one of ``ranks`` that waits in the store.
-
-    >>> from itertools import islice
-    >>> [list(islice(pauses(ranks), 20))[-1] for ranks in (8, 1024)]
-    [0.05, 0.25]
-    """
+    """Yield the seconds between visits of one of ``ranks`` that waits in the store."""
     # They grow: at first the rank must not lose time, and a rank that waits long must
     # not keep the store busy, which serves all ranks of the job, one after another.
     pause, longest = 0.0005, max(0.05, ranks / _MOST_VISITS)
@@ -61,8 +55,6 @@ def key_value_store() -> Any:
 class AgreedName:
     """The name of some global ranks in the store; empty until they have agreed."""
 
-    __slots__ = ("_answered", "_base", "_drawn", "_label", "_lock", "_ranks", "name")
-
     def __init__(self, label: str, ranks: Sequence[int]) -> None:
         self._label, self._ranks, self._lock = label, tuple(ranks), Lock()
         # Other ranks may have the same label, and a rank of the attempt before may live
@@ -72,7 +64,7 @@ class AgreedName:
         self._base = f"composable_fsdp/names/{attempt}/{label}@{which}"
         # Kept after an exception: other ranks may have read it.
         self._drawn = token_hex(6)
-        self._answered: dict[int, bytes] = {}
+        self._answered: dict[int, str] = {}
         self.name = "" if len(self._ranks) > 1 else f"{label}@{self._drawn}"
 
     def agree(self, limit: float) -> str:
@@ -108,38 +100,37 @@ class AgreedName:
         return late if self._ranks[0] == dist.get_rank() else [self._ranks[0]]
 
     def _answer(self, store: Any) -> str:
-        """Answer the ranks that have said hello; return the name after the last."""
-        others, counter = range(1, len(self._ranks)), f"{self._base}/{self._drawn}"
+        """Answer the ranks that have said hello; return the name once all have it."""
+        name, others = self._drawn, range(1, len(self._ranks))
+        late = False
         for rank in others:
-            if store.check([f"{self._base}/hello/{rank}"]):
-                drawn = store.get(f"{self._base}/hello/{rank}")
-                if self._answered.get(rank) != drawn:
-                    self._answered[rank] = drawn
-                    name = f" {self._drawn}".encode()
-                    store.set(f"{self._base}/answer/{rank}", drawn + name)
-        # Not ``add``: a FileStore grows by each.
-        read = int(store.get(counter)) if store.check([counter]) else 0
-        if read < len(others):
+            key = f"{self._base}/hello/{rank}"
+            told = store.get(key).decode() if store.check([key]) else ""
+            late |= told != name
+            if told not in ("", name, self._answered.get(rank)):
+                self._answered[rank] = told
+                store.set(f"{self._base}/answer/{rank}", f"{told} {name}")
+        if late:
             return ""
         for rank in others:
             store.delete_key(f"{self._base}/hello/{rank}")
             store.delete_key(f"{self._base}/answer/{rank}")
-        store.delete_key(counter)
-        return self._drawn
+        return name
 
     def _read(self, store: Any, own: int) -> str:
         """Say hello; return the name that the first rank has answered, if it has."""
+        key = f"{self._base}/hello/{own}"
         if not self._answered:
-            store.set(f"{self._base}/hello/{own}", self._drawn)
-            self._answered[own] = b""
+            store.set(key, self._drawn)
+            self._answered[own] = ""
         if not store.check([f"{self._base}/answer/{own}"]):
             return ""
         # An answer to another number is that of the attempt before; the first rank of
         # this attempt replaces it once it has read this rank's number.
-        drawn, _, name = store.get(f"{self._base}/answer/{own}").decode().partition(" ")
-        if drawn != self._drawn:
+        told, _, name = store.get(f"{self._base}/answer/{own}").decode().partition(" ")
+        if told != self._drawn:
             return ""
-        store.add(f"{self._base}/{name}", 1)
+        store.set(key, name)
         return str(name)
 
 
@@ -185,8 +176,6 @@ def can_compare(group: dist.ProcessGroup) -> bool:
 
 class Peers:
     """The ranks of a group, which all make this object, for a message on ``topic``."""
-
-    __slots__ = ("_key", "_size")
 
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
         # The n-th object of a group and topic is the same on each rank.

@@ -123,24 +123,22 @@ def all_gather_flat(
     """Fill each full buffer with the shards of all ranks, in rank order."""
     operation = operation or begin("all_gather", group, full)
     options = _GATHER[async_op]
-    whole: Any = full
-    part: Any = shard
     several = len(full) > 1
     # gloo's coalesced all-gather uses the dtype of the first buffer for all buffers
     # (seen on torch 2.13). An all-gather only moves bytes.
     if full[0].dtype not in _AS_IS or (several and len({t.dtype for t in full}) > 1):
-        whole = [tensor.view(torch.uint8) for tensor in full]
-        part = [tensor.view(torch.uint8) for tensor in shard]
-    call = getattr(group, _ALL_GATHER_COALESCED if several else _ALL_GATHER)
+        full = [tensor.view(torch.uint8) for tensor in full]
+        shard = [tensor.view(torch.uint8) for tensor in shard]
+    call: Callable[..., Any] = getattr(group, _ALL_GATHER)
     if not several:
-        whole, part = whole[0], part[0]
+        return operation.send(call, full[0], shard[0], options, async_op=async_op)
     # gloo's coalesced all-gather reads CUDA tensors as host memory: SIGSEGV
     # (pytorch#152645).
-    elif full[0].is_cuda and not operation.log.is_nccl:
-        pairs = list(zip(whole, part, strict=True))
-        call = getattr(group, _ALL_GATHER)
+    if full[0].is_cuda and not operation.log.is_nccl:
+        pairs = list(zip(full, shard, strict=True))
         return operation.send(_call_each, call, pairs, options, async_op=async_op)
-    return operation.send(call, whole, part, options, async_op=async_op)
+    call = getattr(group, _ALL_GATHER_COALESCED)
+    return operation.send(call, full, shard, options, async_op=async_op)
 
 
 def reduce_scatter_flat(
@@ -155,32 +153,20 @@ def reduce_scatter_flat(
 ) -> Operation | None:
     """Sum (or average) each full buffer over the ranks; rank *r* keeps slice *r*."""
     operation = operation or begin("reduce_scatter", group, full)
-    whole: Any = full
-    part: Any = shard
-    start = _REDUCE_SCATTER_COALESCED
-    if len(full) == 1:
-        start, whole, part = _REDUCE_SCATTER, full[0], shard[0]
-        if whole.dtype.is_complex:
-            whole, part = _as_real([whole, part])
     # Bytes would be wrong here, because a reduction adds numbers.
-    elif full[0].dtype.is_complex:
-        whole, part = _as_real(full), _as_real(shard)
+    if full[0].dtype.is_complex:
+        full, shard = _as_real(full), _as_real(shard)
     # Only gloo's waits have a limit.
     if operation.patience:
-        return operation.send(
-            _all_reduce_slices,
-            group.allreduce,
-            group.rank(),
-            part,
-            whole,
-            _OPS[average],
-            overwrite,
-            async_op=async_op,
-        )
+        args = group.rank(), shard, full, _OPS[average], overwrite
+        start = _all_reduce_slices
+        return operation.send(start, group.allreduce, *args, async_op=async_op)
     options = _SCATTER[average][async_op]
-    return operation.send(
-        getattr(group, start), part, whole, options, async_op=async_op
-    )
+    call: Callable[..., Any] = getattr(group, _REDUCE_SCATTER)
+    if len(full) == 1:
+        return operation.send(call, shard[0], full[0], options, async_op=async_op)
+    call = getattr(group, _REDUCE_SCATTER_COALESCED)
+    return operation.send(call, shard, full, options, async_op=async_op)
 
 
 def all_reduce(
@@ -245,8 +231,8 @@ def _call_each(
 def _all_reduce_slices(
     start: Callable[..., dist.Work],
     rank: int,
-    shard: Any,
-    full: Any,
+    shard: Sequence[Tensor],
+    full: Sequence[Tensor],
     op: Any,
     overwrite: bool,
 ) -> _Works:
@@ -255,8 +241,6 @@ def _all_reduce_slices(
     # returns a ``Work`` that ignores the limit of a wait and never completes.
     options = dist.AllreduceOptions()
     options.reduceOp = op
-    if isinstance(full, Tensor):
-        shard, full = [shard], [full]
     if not overwrite:
         full = [tensor.clone() for tensor in full]
     # A call per buffer: coalesced buffers would be added in another order.
@@ -267,31 +251,17 @@ def _all_reduce_slices(
     )
 
 
-def gather_flat(full: Tensor | None, shard: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill ``full`` on the first rank with the shards of all ranks, in rank order."""
-    _at_first_rank("gather", dist.gather, "dst", full, shard, group)
-
-
-def scatter_flat(shard: Tensor, full: Tensor | None, group: dist.ProcessGroup) -> None:
-    """Give every rank its slice of the full buffer of the first rank."""
-    _at_first_rank("scatter", dist.scatter, "src", full, shard, group)
-
-
-def _at_first_rank(
-    op: str,
-    send: Callable[..., dist.Work | None],
-    end: str,
-    full: Tensor | None,
-    shard: Tensor,
-    group: dist.ProcessGroup,
+def at_first_rank(
+    op: str, full: Tensor | None, shard: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Move shards into or out of the full buffer of the first rank, the ``end``."""
+    """``"gather"`` shards into the first rank's full buffer, or ``"scatter"`` that."""
     # Bytes, because gloo cannot gather or scatter complex numbers.
     part, parts = shard.view(torch.uint8), None
     if full is not None:
         parts = list(full.view(torch.uint8).chunk(group.size()))
     # torch.distributed expects a global rank.
-    first = {end: dist.get_global_rank(group, 0)}
+    send, end = (dist.gather, "dst") if op == "gather" else (dist.scatter, "src")
+    first: dict[str, Any] = {end: dist.get_global_rank(group, 0)}
     _send(
         begin(op, group, [shard]),
         lambda later: send(part, parts, group=group, async_op=later, **first),

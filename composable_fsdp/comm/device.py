@@ -118,10 +118,6 @@ class _NoEvent(StreamEvent):
 class UnitEvents:
     """The events and streams of a unit. Each event is recorded again in every step."""
 
-    __slots__ = (
-        *("all_reduce", "free", "gather", "leaf_streams", "reduce", "reduce_writer"),
-    )
-
     def __init__(self, new_event: Callable[[], StreamEvent]) -> None:
         self.gather = new_event()
         """End of the unit's all-gather on the gather stream."""
@@ -157,11 +153,6 @@ def _note_capture() -> bool:
 class Streams:
     """The streams of a root on CPU: one order of work, so nothing waits."""
 
-    __slots__ = (
-        *("__weakref__", "all_reduce", "armed", "compute", "device", "gather"),
-        *("host_waits", "reads_host", "reduce", "stepped"),
-    )
-
     # On CUDA only: all-gathers, reductions, all-reduces over replicas of sharded units,
     # and what was current when the iteration began.
     gather: torch.cuda.Stream
@@ -184,10 +175,7 @@ class Streams:
         """End of the last optimizer step, on its stream; ``None`` before the first."""
 
     def begin_iteration(self) -> bool:
-        """Make the gather stream wait for the caller of the forward.
-
-        Returns: whether AccumulateGrad nodes may belong to another stream.
-        """
+        """Return whether AccumulateGrad nodes may belong to another stream."""
         return False
 
     def wait_for_caller(self) -> None:
@@ -225,8 +213,6 @@ class CudaStreams(Streams):
                   with another dtype          reduction, or for all-reduce
     """
 
-    __slots__ = ()
-
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.host_waits = False
@@ -241,7 +227,7 @@ class CudaStreams(Streams):
         _install_step_hooks()
 
     def begin_iteration(self) -> bool:
-        """Make the gather stream wait for the caller of the forward."""
+        """Make the gather stream wait for the caller; do as ``Streams`` says."""
         self.compute = current_stream(self.device)
         _note_capture()
         # The optimizer wrote the shards on the caller's stream; the gather stream reads

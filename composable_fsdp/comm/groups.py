@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -39,8 +40,8 @@ class Recorder:
         """Return the error that ends a long wait, if ``operation`` never ends."""
         return None
 
-    def raises(self, text: str, *, owes: bool) -> None:
-        """Tell the other ranks that this rank raises ``text``."""
+    def raises(self, text: str, *, owes: bool = False) -> None:
+        """Tell that this rank raises ``text`` and, if it ``owes``, none can go on."""
 
     def last_words(self) -> str:
         """Return what the other ranks said last."""
@@ -52,16 +53,7 @@ class Recorder:
 
 
 class GroupRef:
-    """A weak reference to a process group, and its collectives in the order of issue.
-
-    One per group on each rank: ``operation_log`` returns it.
-    """
-
-    __slots__ = (
-        *("__weakref__", "coalesces", "guarded", "is_nccl", "layouts", "marks"),
-        *("name", "number", "operations", "patience", "recorder", "ref", "size"),
-        "threads",
-    )
+    """A weak reference to a process group, with its collectives in order of issue."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # If a model held the group strongly and outlived ``destroy_process_group``, the
@@ -143,12 +135,6 @@ class Groups:
         spread      divide such a piece; hold its shards
     """
 
-    __slots__ = (
-        *("can_average", "has_peers", "kept_ref"),
-        *("names", "rank", "reduced_shards", "replicas", "replicate_ref"),
-        *("scatter_ref", "shard_ref", "shard_world_size", "spread_ref", "sum_ref"),
-    )
-
     def __init__(
         self,
         shard: dist.ProcessGroup | None,
@@ -229,50 +215,36 @@ class Groups:
         return self.shard_world_size * self.replicas
 
 
+@dataclass(eq=False)
 class RankLayout:
     """The ranks that the caller of ``fully_shard`` chose, and the groups per strategy.
 
     ``comm.meshes.groups_for`` makes the groups.
     """
 
-    __slots__ = (
-        *("_replicate", "_shard", "by_node", "device_type", "grid"),
-        *("groups", "is_nccl", "members", "ways", "world_size"),
-    )
+    shard_ref: GroupRef
+    replicate_ref: GroupRef | None
+    grid: Grid
+    members: Sequence[int]
+    """The global ranks in the order of ``grid``."""
+    device_type: str | None = None
+    """Device type of the mesh, or ``None`` without a mesh."""
+    by_node: bool = False
+    """Whether the caller gave neither a group nor a mesh."""
+    ways: dict[Choice, Ways] = field(default_factory=dict)
+    """Numbers of ranks by placement, which each unit asks for."""
+    groups: dict[Choice, Groups] = field(default_factory=dict)
+    """Groups by placement, so that units with the same one share an object."""
 
-    def __init__(
-        self,
-        shard: dist.ProcessGroup,
-        replicate: dist.ProcessGroup | None,
-        grid: Grid,
-        members: Sequence[int],
-        device_type: str | None = None,
-        *,
-        by_node: bool = False,
-    ) -> None:
-        self._shard = operation_log(shard)
-        self._replicate = None if replicate is None else operation_log(replicate)
-        self.grid = grid
-        self.members = members
-        """The global ranks in the order of ``grid``."""
-        self.device_type = device_type
-        """Device type of the mesh, or ``None`` without a mesh."""
-        self.world_size = len(members)
-        """Number of ranks in both groups together."""
-        self.by_node = by_node
-        """Whether the caller gave neither a group nor a mesh."""
-        self.is_nccl = self._shard.is_nccl
-        self.ways: dict[Choice, Ways] = {}
-        """Numbers of ranks by placement, which each unit asks for."""
-        self.groups: dict[Choice, Groups] = {}
-        """Groups by placement, so that units with the same one share an object."""
+    def __post_init__(self) -> None:
+        self.world_size = len(self.members)
 
     @property
     def shard(self) -> dist.ProcessGroup:
         """The shard group; the group of all ranks if the caller gave no pair."""
-        return self._shard.get()
+        return self.shard_ref.get()
 
     @property
     def replicate(self) -> dist.ProcessGroup | None:
         """The replicate group, if the caller gave a pair of groups or a 2-D mesh."""
-        return None if self._replicate is None else self._replicate.get()
+        return None if self.replicate_ref is None else self.replicate_ref.get()

@@ -94,11 +94,6 @@ class Outcome(NamedTuple):
     value: Any
 
 
-def first_failure(failures: Iterable[Failure | None]) -> Failure | None:
-    """Return the first failure, or None if all ranks succeeded."""
-    return next(filter(None, failures), None)
-
-
 def exchange(
     error: Exception | None, value: object, group: dist.ProcessGroup
 ) -> list[Outcome]:
@@ -140,7 +135,8 @@ def require_success_on_all_ranks(groups: Sequence[dist.ProcessGroup]) -> Iterato
     # failure crosses from a shard group to all replicas.
     told = Failure.of(own, dist.get_rank()) if groups else None
     for group in groups:
-        told = first_failure(collectives.all_gather_object(told, group))
+        everyone = collectives.all_gather_object(told, group)
+        told = next(filter(None, everyone), None)
     # This rank's own error has its traceback, and goes before that of an earlier rank.
     if own is not None:
         raise own

@@ -39,6 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp.comm.agreement import AgreedName, group_timeout
 from composable_fsdp.comm.groups import (
     PEERLESS,
+    GroupRef,
     Groups,
     RankLayout,
     operation_log,
@@ -102,14 +103,27 @@ def resolve_ranks(
             members = ranks.reshape(-1).tolist()
         names = device_mesh.mesh_dim_names or (REPLICATE, SHARD)[-ranks.ndim :]
         grid = grid_of(dict(zip(names, ranks.shape, strict=True)))
-        return RankLayout(shard, replicate, grid, members, device_mesh.device_type)
+        kind = device_mesh.device_type
+        return RankLayout(*_refs(shard, replicate), grid, members, kind)
     if isinstance(process_group, (tuple, list)):
-        shard, replicate = _pair(process_group)
+        if len(process_group) != 2:
+            raise PlanError(
+                "A tuple of process groups is (shard group, replicate group); got "
+                f"{len(process_group)} groups."
+            )
+        shard, replicate = map(_member, process_group)
         row, column = map(dist.get_process_group_ranks, (shard, replicate))
+        if len(set(row) & set(column)) > 1:
+            raise PlanError(
+                "A tuple of process groups expects (shard group, replicate group) that "
+                f"have one rank in common; got ranks {sorted(row)} and "
+                f"{sorted(column)}. Make them the rows and columns of a grid, or pass "
+                "a 2-D device_mesh."
+            )
         # A rank knows its own row and column; in a mesh the others are parallel.
         members = [below + rank - dist.get_rank() for below in column for rank in row]
         grid = grid_of({REPLICATE: len(column), SHARD: len(row)})
-        return RankLayout(shard, replicate, grid, members)
+        return RankLayout(*_refs(shard, replicate), grid, members)
     shard = _member(dist.group.WORLD if process_group is None else process_group)
     # Only the default group may be divided by node: the caller's own group is used as
     # given. Units of the same group share a layout, and so ``Groups`` objects.
@@ -117,29 +131,15 @@ def resolve_ranks(
     if by_node not in known:
         members = dist.get_process_group_ranks(shard)
         grid = grid_of({SHARD: len(members)})
-        known[by_node] = RankLayout(shard, None, grid, members, by_node=by_node)
+        known[by_node] = RankLayout(*_refs(shard), grid, members, by_node=by_node)
     return known[by_node]
 
 
-def _pair(
-    groups: Sequence[dist.ProcessGroup],
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the shard group and the replicate group."""
-    if len(groups) != 2:
-        raise PlanError(
-            "A tuple of process groups is (shard group, replicate group); got "
-            f"{len(groups)} groups."
-        )
-    shard, replicate = map(_member, groups)
-    first, second = map(dist.get_process_group_ranks, (shard, replicate))
-    # The two groups must be a row and a column of a grid of ranks.
-    if len(set(first) & set(second)) > 1:
-        raise PlanError(
-            "A tuple of process groups expects (shard group, replicate group) that "
-            f"have one rank in common; got ranks {sorted(first)} and {sorted(second)}. "
-            "Make them the rows and columns of a grid, or pass a 2-D device_mesh."
-        )
-    return shard, replicate
+def _refs(
+    shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None = None
+) -> tuple[GroupRef, GroupRef | None]:
+    """Return references to the groups."""
+    return operation_log(shard), None if replicate is None else operation_log(replicate)
 
 
 def _member(group: object) -> dist.ProcessGroup:
@@ -271,7 +271,7 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
     """Return the groups of a unit; units with equal placements share them.
 
     Collective: creates the groups that the caller has not given, at the first call for
-        a placement; all ranks must call, as of ``twin_group``.
+        a placement; all ranks must call, as of ``group_like``.
     Raises: PlanError, as ``dims_for``.
     """
     if (made := ranks.groups.get(chosen)) is not None:
@@ -310,11 +310,9 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
             first -= at // strides[name] % sizes[name] * strides[name]
         steps = [range(0, sizes[name] * strides[name], strides[name]) for name in names]
         row = tuple(members[first + sum(each)] for each in product(*steps))
-        everyone, like = dist.group.WORLD, ranks.shard
-        assert everyone is not None
-        if row == tuple(range(everyone.size())):
-            return everyone
-        return _own_group(row, "placement", dist.get_backend(like), group_timeout(like))
+        if row == tuple(range(dist.get_world_size())):
+            return dist.group.WORLD
+        return group_like(ranks.shard, "placement", row)
 
     steps = [over(names) for names in dims.steps]
     groups = Groups(over(dims.states), over(dims.others(dims.states)), steps)
@@ -338,19 +336,20 @@ def private_group(
     assert dist.group.WORLD is not None
     # torch's own default of 30 minutes would outlive the model's groups.
     told = os.environ.get(CHECKPOINT_TIMEOUT) or timeout
-    return _own_group(
-        ranks, purpose, "gloo", float(told or group_timeout(dist.group.WORLD))
-    )
+    seconds = float(told or group_timeout(dist.group.WORLD))
+    return _own_group(ranks, purpose, "gloo", seconds)
 
 
-def twin_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-    """Return another group of the same ranks, backend and timeout, for ``purpose``.
+def group_like(
+    group: dist.ProcessGroup, purpose: str, ranks: tuple[int, ...] = ()
+) -> dist.ProcessGroup:
+    """Return another group of the ranks (or ``ranks``) and backend of ``group``.
 
-    Collective: creates the group at the first call; all ranks of ``group`` must call.
-        NCCL with ``init_process_group(device_id=...)`` divides the communicator of the
-        default group, all ranks of which must then make a group at the same time.
+    Collective: creates the group at the first call; all ``ranks`` must call. NCCL with
+        ``init_process_group(device_id=...)`` divides the communicator of the default
+        group, all ranks of which must then make a group at the same time.
     """
-    ranks = tuple(dist.get_process_group_ranks(group))
+    ranks = ranks or tuple(dist.get_process_group_ranks(group))
     return _own_group(ranks, purpose, dist.get_backend(group), group_timeout(group))
 
 
@@ -423,7 +422,7 @@ def resolve_device(
                 f"the index of a CUDA device; got {device_id!r}."
             ) from error
     known = chain((p.device for p in parameters if not p.is_meta), below)
-    kind = "cuda" if ranks.is_nccl else None
+    kind = "cuda" if ranks.shard_ref.is_nccl else None
     if ranks.device_type is not None:
         kind = ranks.device_type
     if kind is None:

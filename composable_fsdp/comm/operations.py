@@ -148,11 +148,6 @@ class Operation:
         self.done = time_ns()
 
     @property
-    def elapsed(self) -> float:
-        """Seconds since the collective was issued; until its end, if it has ended."""
-        return ((self.done or time_ns()) - self.issued) / 1e9
-
-    @property
     def state(self) -> str:
         """How far the host knows that the collective is."""
         if self.done:
@@ -188,11 +183,12 @@ def _failed(operation: Operation, error: RuntimeError) -> Exception:
         return cause
     # The raw error names sockets or streams, so begin with what the user knows.
     record = OperationRecord.of(operation)
+    elapsed = ((operation.done or time_ns()) - operation.issued) / 1e9
     uneven = f" {UNEVEN}" if record.phase == "forward" else ""
     last = [OperationRecord.of(each) for each in list(operation.log.operations)[-3:]]
     return CollectiveError(
         f"{record.title[:1].upper()}{record.title[1:]} failed on this rank after "
-        f"{operation.elapsed:.3g} s: "
+        f"{elapsed:.3g} s: "
         f"{str(error).strip().rstrip('.')}. {recorder.last_words()}The last operations "
         f"of this rank: {'; '.join(map(str, last))}. Look first at the output of "
         f"the rank that ended or raised earliest.{uneven} The shards of this rank "
@@ -200,7 +196,7 @@ def _failed(operation: Operation, error: RuntimeError) -> Exception:
         unit=record.unit,
         op=record.op,
         phase=record.phase,
-        elapsed=operation.elapsed,
+        elapsed=elapsed,
     )
 
 
@@ -332,11 +328,6 @@ RECORDING: list[Callable[..., None]] = []
 the store for all ranks of each; ``features.defaults`` fills the list."""
 
 
-def tell_raise(group: dist.ProcessGroup, text: str, *, owes: bool = False) -> None:
-    """Tell that this rank raises ``text`` and, if it ``owes``, that none can go on."""
-    operation_log(group).recorder.raises(text, owes=owes)
-
-
 def running_unit(stage: str) -> str | None:
     """Return the name of the unit that runs in ``stage``; None if no range is open."""
     # Checkpointing runs forwards in backward, whose ranges are inside.
@@ -348,11 +339,7 @@ def running_unit(stage: str) -> str | None:
 
 
 def range_name(kind: str, unit: str | None) -> str:
-    """Return the name of a range; ``unit`` is None for all units together.
-
-    >>> range_name("forward", "blocks.0"), range_name("all_reduce", None)
-    ('composable_fsdp::forward (blocks.0)', 'composable_fsdp::all_reduce')
-    """
+    """Return the name of a range; ``unit`` is None for all units together."""
     # The name of the root has parentheses of its own.
     of_unit = f" ({unit})" if unit else "" if unit is None else f" {ROOT_NAME}"
     return f"composable_fsdp::{kind}{of_unit}"

@@ -29,7 +29,6 @@ from composable_fsdp.state_dict.dcp_caller import BEFORE_OPTIMIZER
 from composable_fsdp.state_dict.hooks import install_state_dict_hooks
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree import moments
-from composable_fsdp.tree.changed_settings import changed_settings
 
 operations.RECORDING.append(watch)
 meeting.MEETS.append(meet_in_store)
@@ -72,7 +71,6 @@ moments.FIRST_FORWARD.extend(
         later("composable_fsdp.features.audit", "begin_audit"),
     )
 )
-moments.CHANGED_FLAGS.append(changed_settings)
 moments.PASSAGES.update(first=FIRST, full=FULL, moving=MOVING, searches=Searches)
 moments.HANDED_OUT.append(
     later("composable_fsdp.features.passages.handed_params", "hand_out")

@@ -94,13 +94,9 @@ def apply_whole(module: nn.Module, fn: Init, what: str, *, wrappers: bool) -> No
             if top.context is None:
                 stack.callback(forget_root, ensure_root(top))
         # Inside a block of ``unshard_params`` a tree has its mark.
-        blocks = {top: ensure_root(top).summoned for top in tops.values()}
         # Asleep is no block of ``unshard_params`` that others may join.
-        free = [
-            top
-            for top, block in blocks.items()
-            if block is None or block.record is not None
-        ]
+        marks = [(top, ensure_root(top).summoned) for top in tops.values()]
+        free = [top for top, mark in marks if not mark or mark.record is not None]
         stack.enter_context(_summoned(free, rank0_only=False, what=what))
         units = [u for top in tops.values() for u in _get_fsdp_states(top.module)]
         shown = _FullOnTouch(units, stack.enter_context(ExitStack()), what)

@@ -29,8 +29,9 @@ from torch import Tensor
 
 from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.comm import collectives
+from composable_fsdp.comm.groups import operation_log
 from composable_fsdp.comm.meeting import Call, meet
-from composable_fsdp.comm.operations import Operation, tell_raise
+from composable_fsdp.comm.operations import Operation
 from composable_fsdp.errors import CompositionError, FSDPError
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.param_ref import ParamRef, find_param
@@ -320,7 +321,8 @@ def _answers(
             for group in item.ref.handle.groups.present:
                 # A refusal of this package comes on all owners, at the same place.
                 if not isinstance(error, FSDPError):
-                    tell_raise(group, f"{text}{error!r}", owes=group is shard)
+                    told = operation_log(group).recorder
+                    told.raises(f"{text}{error!r}", owes=group is shard)
             raise
         parts = torch.split(result.reshape(-1), item.sizes)
         for place, part in zip(places[own], parts, strict=True):

@@ -32,7 +32,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from composable_fsdp.comm import collectives, operations
+from composable_fsdp.comm import collectives
+from composable_fsdp.comm.groups import operation_log
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.gradients import has_arrived, zero_missing
@@ -279,7 +280,7 @@ class _Call(GradientOrder):
         """Tell the other ranks, and return the error."""
         text = f"call_where of {self.name} {why}"
         for group in self.groups(taped=True):
-            operations.tell_raise(group, text)
+            operation_log(group).recorder.raises(text)
         return PhaseError(text)
 
     def recomputed(self) -> _Call:

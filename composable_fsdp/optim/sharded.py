@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
 
-from composable_fsdp.comm.meeting import exchange, first_failure, raise_on_all_ranks
+from composable_fsdp.comm.meeting import exchange, raise_on_all_ranks
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError, DesyncError
 from composable_fsdp.naming import quoted
@@ -190,7 +190,8 @@ def require_same_state(
     outcomes = [exchange(problem, *pair) for pair in zip(own, cut, strict=True)]
     if problem is not None:
         raise problem
-    failure = first_failure(each.failure for said in outcomes for each in said)
+    failures = (each.failure for said in outcomes for each in said)
+    failure = next(filter(None, failures), None)
     if failure is not None:
         raise failure.rebuilt()
     for mine, said, places in zip(own, outcomes, cut.values(), strict=True):

@@ -29,7 +29,7 @@ from composable_fsdp.runtime import graph_task, offload, reduce, unshard
 from composable_fsdp.runtime.grad_hooks import make_nodes_on_current_stream
 from composable_fsdp.runtime.precision import cast_buffers
 from composable_fsdp.tree import moments
-from composable_fsdp.tree.changed_settings import changed_flags
+from composable_fsdp.tree.changed_settings import changed_flags, changed_settings
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import (
     ALL_RANKS,
@@ -139,9 +139,9 @@ def _follow_changes(context: RuntimeContext, root: _RootFSDPState) -> None:
                 froze |= moments.changes.follow_flags(unit)
     if froze or (moments.CHANGED and context in moments.CHANGED):
         # Once after all units, because the flags of every unit are read.
-        later = [flags(root._root_states) for flags in moments.CHANGED_FLAGS]
-        own = map(changed_flags, context.handles)
-        context.changed_flags = tuple(chain(*own, *later))
+        flags = map(changed_flags, context.handles)
+        settings = changed_settings(root._root_states)
+        context.changed_flags = (*chain(*flags), *settings)
         moments.CHANGED.discard(context)
 
 

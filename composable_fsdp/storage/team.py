@@ -17,7 +17,7 @@ from torch import nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import group_timeout
-from composable_fsdp.comm.meeting import Call, Failure, Outcome, first_failure, meet
+from composable_fsdp.comm.meeting import Call, Failure, Outcome, meet
 from composable_fsdp.comm.meshes import private_group
 from composable_fsdp.errors import (
     CheckpointError,
@@ -169,7 +169,7 @@ class Team:
         self, failures: Sequence[Failure | None], own: Exception | None
     ) -> None:
         """Raise the first failure, if any; on its rank, ``own`` becomes the cause."""
-        failure = first_failure(failures)
+        failure = next(filter(None, failures), None)
         if failure is not None:
             # On the failing rank, too: the error has the same text on all ranks.
             is_own = failure.rank == self.ranks[self.rank]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
+from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,8 +19,6 @@ from composable_fsdp.flat.param_ref import slot_path
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.tree.moments import CHANGED
 from composable_fsdp.tree.state import _FSDPState
-
-_NO_NAMES: Mapping[int, str] = {}
 
 _before: WeakKeyDictionary[_FSDPState, dict[str, object]] = WeakKeyDictionary()
 """The settings of each unit before the first change."""
@@ -64,7 +63,7 @@ def changed_flags(handle: FlatParamHandle) -> Iterator[tuple[str, bool | None]]:
 
 
 def setting_values(
-    state: _FSDPState, names: Mapping[int, str] = _NO_NAMES
+    state: _FSDPState, names: Mapping[int, str] = MappingProxyType({})
 ) -> dict[str, object]:
     """Return the compared settings of a unit, by the names that errors tell.
 
@@ -74,12 +73,18 @@ def setting_values(
     reshards = settings.reshard_after_forward
     if reshards is None:  # as lazy initialization will choose
         reshards = state.parent is not None
+
+    def told(units: Sequence[_FSDPState]) -> str:
+        if not units:
+            return ""
+        return listed(quoted(names.get(id(each), each.fqn)) for each in units)
+
     return {
         "reshard_after_forward": reshards,
         "reshard_after_backward": settings.reshard_after_backward,
         "forward_prefetch": settings.prefetches_forward,
-        "units to prefetch in forward": _names(state.ahead_in_forward, names),
-        "units to prefetch in backward": _names(state.ahead_in_backward, names),
+        "units to prefetch in forward": told(state.ahead_in_forward),
+        "units to prefetch in backward": told(state.ahead_in_backward),
         "gradient divide factor": rule.factor,
         # Without sums over ranks the setting has no effect.
         "all-reduce of gradients over replicas": rule.all_reduce
@@ -103,37 +108,21 @@ def _name(function: object) -> str | None:
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
-_HOOK_FACTORS = (
-    "gradient_predivide_factor",
-    "gradient_postdivide_factor",
-    "parameter_type",
-)
-"""Attributes of the states of this package's hooks, and of torch's."""
-
-
 def _hook_state(state: object) -> str | None:
     """Return the class of a hook's state, and the factors by which a hook divides."""
     if state is None:
         return None
-    # No other attributes: a state of the user may hold the rank.
-    known = {n: getattr(state, n) for n in _HOOK_FACTORS if hasattr(state, n)}
-    return f"{type(state).__qualname__}({named_values(known)})"
+    # The attributes of this package's and torch's states, and no other: a state of the
+    # user may hold the rank.
+    factors = ("gradient_predivide_factor", "gradient_postdivide_factor")
+    known = (*factors, "parameter_type")
+    held = {n: getattr(state, n) for n in known if hasattr(state, n)}
+    return f"{type(state).__qualname__}({named_values(held)})"
 
 
 def named_values(values: Mapping[str, object]) -> str:
-    """Return names and values in words.
-
-    >>> named_values({"factor": 2.0, "dtype": torch.float16})
-    'factor=2.0, dtype=float16'
-    """
+    """Return names and values in words."""
     return ", ".join(f"{name}={option_text(value)}" for name, value in values.items())
-
-
-def _names(states: Sequence[_FSDPState], names: Mapping[int, str]) -> str:
-    """Return the names of units in words."""
-    if not states:
-        return ""
-    return listed(quoted(names.get(id(each), each.fqn)) for each in states)
 
 
 def option_text(value: object) -> str:

@@ -36,9 +36,6 @@ FIRST_FORWARD: list[Callable[[Any], None]] = []
 """In the first forward of a tree, once its ranks were compared: the context."""
 NEXT_FORWARD: list[Callable[[Any], None]] = []
 """In each forward while the list holds the function: the context."""
-CHANGED_FLAGS: list[Callable[[Iterable[Any]], Iterable[Any]]] = []
-"""More of ``RuntimeContext.changed_flags``, of the states of a tree in ``CHANGED``."""
-
 HANDED_OUT: list[Callable[[Any], None]] = []
 """Before modules show full parameters to the user: the handle."""
 KEEPS_PRECISION: list[Callable[[nn.Module], None]] = []

@@ -141,17 +141,16 @@ def _require_equal_options(
     """Raise CompositionError if options that must be equal in a tree differ."""
     first = top.options
     for fqn, _, state in found:
-        own = state.options
-        for name, mine, other in (
-            ("limit_all_gathers", first.limit_all_gathers, own.limit_all_gathers),
-            ("use_orig_params", first.use_orig_params, own.use_orig_params),
-        ):
-            if mine != other:
-                raise CompositionError(
-                    f"{name} must be equal in one tree: {quoted(top.fqn)} has {mine}, "
-                    f"{quoted(join_name(top.fqn, fqn))} has {other}. Pass the same "
-                    "value to both calls."
-                )
+        own, name = state.options, "limit_all_gathers"
+        if own.limit_all_gathers == first.limit_all_gathers:
+            if own.use_orig_params == first.use_orig_params:
+                continue
+            name = "use_orig_params"
+        raise CompositionError(
+            f"{name} must be equal in one tree: {quoted(top.fqn)} has "
+            f"{getattr(first, name)}, {quoted(join_name(top.fqn, fqn))} has "
+            f"{getattr(own, name)}. Pass the same value to both calls."
+        )
 
 
 def meet_over(

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import CPUOffload, MixedPrecision, fully_shard, no_sync
-from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.comm.groups import RankLayout, operation_log
 from composable_fsdp.comm.meshes import resolve_device
 from composable_fsdp.comm.placements import grid_of
 from composable_fsdp.errors import PlanError
@@ -76,7 +76,7 @@ def test_the_compute_device_is_the_first_that_somebody_names(
     served = {"nccl": "cuda:nccl", "gloo": "cpu:gloo,cuda:gloo"}.get(backend, backend)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: served)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    layout = RankLayout(one_rank.group, None, ONE, [0], mesh)
+    layout = RankLayout(operation_log(one_rank.group), None, ONE, [0], mesh)
     with FakeTensorMode():
         parameter = torch.empty(2, device=where)
 
@@ -114,7 +114,9 @@ def test_ranks_of_a_node_do_not_meet_on_its_first_gpu(
     if bound is not None:
         one_rank.group.bound_device_id = torch.device("cuda", bound)
 
-    device = resolve_device(None, RankLayout(one_rank.group, None, ONE, [0]), [])
+    device = resolve_device(
+        None, RankLayout(operation_log(one_rank.group), None, ONE, [0]), []
+    )
 
     assert device == torch.device("cuda", expected)
     assert current[-1] == (expected if bound is None else 0)

@@ -15,7 +15,7 @@ OTHERS: dict[str, set[str]] = {
     "comm": {"team"},
     "comm.agreement": {"team"},
     "comm.meeting": {"team"},
-    "comm.nodes": {"team"},
+    "comm.meshes": {"team"},
     # The seam to modules: which units there are, that no step runs on them, which
     # modules another library has sharded, and a walk that no depth of modules stops.
     "compose.registry": {"contents"},

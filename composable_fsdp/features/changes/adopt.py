@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from composable_fsdp.comm.device import outside_transforms
-from composable_fsdp.comm.operations import tell_raise
+from composable_fsdp.comm.groups import operation_log
 from composable_fsdp.errors import PhaseError, PlanError
 from composable_fsdp.flat.build import replace_layout
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
@@ -131,7 +131,7 @@ def _told_to_all(state: _FSDPState) -> Iterator[None]:
         context = state.context
         handles = (state.handle,) if context is None else context.handles
         for group in dict.fromkeys(g for h in handles for g in h.groups.sending):
-            tell_raise(group, str(error.args[0]))
+            operation_log(group).recorder.raises(str(error.args[0]))
         raise
 
 

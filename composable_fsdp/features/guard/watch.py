@@ -203,8 +203,8 @@ class GroupWatch(Recorder):
             self.broken = f"Rank {dist.get_rank()} {predicate}."
         self.log.guarded = True
 
-    def raises(self, text: str, *, owes: bool) -> None:
-        """Tell that this rank raises ``text``; see ``comm.operations.tell_raise``."""
+    def raises(self, text: str, *, owes: bool = False) -> None:
+        """Tell that this rank raises ``text``; see ``Recorder.raises``."""
         with suppress(RuntimeError):
             if not self.broken:
                 self.leave(_OWES if owes else _LEFT, f"raised: {text.rstrip('.')}")
