@@ -12,6 +12,7 @@ from operator import is_, methodcaller
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from composable_fsdp.errors import PhaseError
@@ -153,7 +154,8 @@ class FullPassage(Passage):
             since = -1 if call.given is None else call.given.since
             searches.found_at = escapes.find_places(state, since, searches.found_at)
             searches.before = None
-            searches.writes_data |= not weight_writes.is_unchanged(handle, before)
+            now = weight_writes.snapshot(handle) or ()
+            searches.writes_data |= not all(map(torch.equal, before, now))
         escapes.copy_kept_weights(handle, searches.found_at)
         weight_writes.copy_writes(state, all_values=searches.writes_data)
 
@@ -178,10 +180,10 @@ def _choose(state: _FSDPState, *, has_graph: bool) -> Passage:
     searches = state.searches
     if searches.looks or (has_graph and searches.scans):
         return FIRST
-    found = searches.writes_data or searches.found_at
-    return (
-        FULL if found or len(state.modules) > 1 or casts.casts_values(state) else PLAIN
-    )
+    made = state.precision
+    wide = searches.writes_data or searches.found_at or len(state.modules) > 1
+    wide = wide or (made is not None and made.output_dtype is not None)
+    return FULL if wide or casts.input_dtype(state) is not None else PLAIN
 
 
 def _look_for_writes(state: _FSDPState, module: nn.Module) -> None:

@@ -107,12 +107,6 @@ def snapshot(handle: FlatParamHandle) -> list[Tensor] | None:
     return found
 
 
-def is_unchanged(handle: FlatParamHandle, before: list[Tensor]) -> bool:
-    """Return whether the full parameters are as ``before``, on all ranks alike."""
-    now = [_checksums(region.full.buffer) for region in handle.layout.regions]
-    return all(map(torch.equal, before, now))
-
-
 def _checksums(full: Tensor) -> Tensor:
     """Return a checksum of each ``_AT_ONCE`` elements of ``full``."""
     if full.is_complex():
