@@ -91,7 +91,6 @@ moments.ORDERS.update(
 moments.KEEPS_PRECISION.append(keep_full_precision)
 FIRST_STEPS.extend(
     (
-        # The audit's hook after the step removes itself, and must be the last.
         later("composable_fsdp.features.host_memory.state_buffers", "offload_planned"),
         later("composable_fsdp.features.audit", "note_step"),
     )
