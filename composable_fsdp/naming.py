@@ -111,16 +111,22 @@ def runs_of(numbers: Iterable[int]) -> list[str]:
     return ["-".join(map(str, run)) for run in runs]
 
 
+def ranks_by_value(values: Mapping[int, R]) -> dict[R, list[int]]:
+    """Return which ranks have which values, those of the lowest rank first."""
+    ranks: dict[R, list[int]] = {}
+    for rank in sorted(values):
+        ranks.setdefault(values[rank], []).append(rank)
+    return ranks
+
+
 def by_value(values: Mapping[int, object]) -> str:
     """Return which ranks have which values, in words.
 
     >>> by_value({0: "(7, 8)", 1: "(8, 7)", 2: "(7, 8)"})
     '(7, 8) on ranks 0, 2, (8, 7) on rank 1'
     """
-    ranks: dict[object, list[int]] = {}
-    for rank, value in sorted(values.items()):
-        ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {ranks_text(each)}" for value, each in ranks.items())
+    told = ranks_by_value(values).items()
+    return ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in told)
 
 
 def listed(items: Iterable[object], separator: str = ", ") -> str:

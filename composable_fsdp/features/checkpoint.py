@@ -73,16 +73,10 @@ def checkpoint(
     >>> type(layer).__name__
     'Linear'
     """
-    for each in [module] if isinstance(module, nn.Module) else module:
-        if walk.is_container(each):
-            raise CompositionError(
-                f"checkpoint got a {type(each).__name__}, which has no forward to run "
-                "again. Apply it to its elements."
-            )
-    if isinstance(module, list | tuple):
+    if not isinstance(module, nn.Module) or walk.is_container(module):
         raise CompositionError(
-            f"checkpoint got a list of {len(module)} modules; each has a forward of "
-            "its own to run again. Apply it to one after the other."
+            f"checkpoint got a {type(module).__name__}, which has no forward to run "
+            "again. Apply it to its elements, one after the other."
         )
     options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
     # torch would refuse these options only when the module runs for the first time.

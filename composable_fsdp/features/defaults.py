@@ -67,7 +67,7 @@ moments.FIRST_FORWARD.extend(
     (
         later("composable_fsdp.features.guard.same_weights", "require_initialized"),
         later("composable_fsdp.features.in_backward", "step_in_backward"),
-        later("composable_fsdp.features.log_line", "log_units"),
+        later("composable_fsdp.features.shown_units", "log_units"),
         later("composable_fsdp.features.audit", "begin_audit"),
     )
 )

@@ -100,8 +100,7 @@ def find_nonfinite(
     # No unit knows the name of a plain parameter.
     positions = {key: f"parameter {i}" for i, key in enumerate(chosen)}
     plain = [(positions[id(p)], "", p.grad, True) for p in others if p.grad is not None]
-    found += [each._replace(ranks=(_own_rank(),)) for each in _examined(plain)]
-    return tuple(sorted(found))
+    return tuple(sorted([*found, *_examined(plain)]))
 
 
 def name_nonfinite(norm: Norm) -> str:
@@ -141,7 +140,7 @@ def _found(routes: Mapping[Route, Sequence[ParamRef]]) -> list[NonFinite]:
     """
     found: list[NonFinite] = []
     for route, refs in routes.items():
-        mine = list(_examined([each for ref in refs for each in _held(ref)]))
+        mine = _examined([each for ref in refs for each in _held(ref)])
         # The usual answer is that all gradients are finite, and costs a single number
         # per group. Names are only sent after a finding, which all ranks know of.
         flag = torch.tensor([len(mine)], device=refs[0].handle.layout.device)
@@ -149,21 +148,19 @@ def _found(routes: Mapping[Route, Sequence[ParamRef]]) -> list[NonFinite]:
             collectives.all_reduce(flag, group, maximum=True)
         if flag.item():
             is_first = refs[0].handle.groups.in_first_replica or not route
-            found += _joined(mine, route, is_first=is_first)
+            # After the shard group a rank knows its replica's findings, and sends these
+            # over the replicate group.
+            told = [(is_first, each) for each in mine]
+            for group in route:
+                told = list(chain(*collectives.all_gather_object(told, group)))
+            found += _joined(told)
     return found
 
 
-def _joined(
-    mine: list[NonFinite], route: Route, *, is_first: bool
-) -> Iterable[NonFinite]:
-    """Exchange the findings of all ranks, and join those of a parameter."""
-    # After the shard group a rank knows its replica's findings, and sends these over
-    # the replicate group.
-    told = [(_own_rank(), is_first, each) for each in mine]
-    for group in route:
-        told = list(chain(*collectives.all_gather_object(told, group)))
+def _joined(told: Iterable[tuple[bool, NonFinite]]) -> Iterable[NonFinite]:
+    """Join the findings of all ranks for each parameter."""
     joined: dict[tuple[str, bool], NonFinite] = {}
-    for rank, counts, each in told:
+    for counts, each in told:
         # By parameter and by state: a gradient that waits is another than the reduced
         # one beside.
         known = joined.get((each.parameter, each.is_reduced), each._replace(elements=0))
@@ -171,16 +168,11 @@ def _joined(
         more = each.elements if counts or not each.is_reduced else 0
         kinds = {*known.kind.split(" and "), *each.kind.split(" and ")}
         joined[each.parameter, each.is_reduced] = known._replace(
-            ranks=tuple(sorted({*known.ranks, rank})),
+            ranks=tuple(sorted({*known.ranks, *each.ranks})),
             kind=" and ".join(sorted(kinds, reverse=True)),
             elements=known.elements + more,
         )
     return joined.values()
-
-
-def _own_rank() -> int:
-    """Return this rank's global number; 0 without torch.distributed."""
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 _Held = tuple[str, str, Tensor, bool]
@@ -204,20 +196,23 @@ def _held(ref: ParamRef) -> Iterator[_Held]:
         yield ref.name, ref.handle.name, local, False
 
 
-def _examined(held: Sequence[_Held]) -> Iterator[NonFinite]:
-    """Yield those of the gradients that are not finite; ``ranks`` is empty."""
+def _examined(held: Sequence[_Held]) -> list[NonFinite]:
+    """Return those of the gradients on this rank that are not finite."""
     if not held:
-        return
+        return []
+    rank = dist.get_rank() if dist.is_initialized() else 0
     # A single read from the device, for all gradients together: on a GPU each read
     # waits for the kernels before.
     flags = torch.stack(
         [values.isfinite().all().to(held[0][2].device) for *_, values, _ in held]
     )
+    found = []
     for each, is_finite in zip(held, flags.tolist(), strict=True):
         if not is_finite:
             name, unit, values, is_reduced = each
-            found = ("nan", values.isnan()), ("inf", values.isinf())
-            kind = " and ".join(kind for kind, where in found if where.any())
+            kinds = ("nan", values.isnan()), ("inf", values.isinf())
+            kind = " and ".join(kind for kind, where in kinds if where.any())
             # A complex number may be both.
             count = int((~values.isfinite()).sum())
-            yield NonFinite(name, unit, (), kind, count, is_reduced)
+            found.append(NonFinite(name, unit, (rank,), kind, count, is_reduced))
+    return found

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from math import nan, prod
 from typing import NamedTuple
 
@@ -31,7 +30,6 @@ from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import operation_log
 from composable_fsdp.comm.meeting import Call, meet
-from composable_fsdp.comm.operations import Operation
 from composable_fsdp.errors import CompositionError, FSDPError
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.param_ref import ParamRef, find_param
@@ -226,21 +224,21 @@ def _exchange(
     """
     handle = items[0].ref.handle
     groups, me = handle.groups, handle.groups.rank
-    replica = 0 if groups.replicate is None else groups.replicate.rank()
+    replica = groups.replicate.rank() if groups.replicate else 0
     # In the order in which the results lie in memory.
     items = sorted(items, key=lambda item: (item.replica, item.owner))
     here = [item for item in items if item.replica == replica]
     mine = [item for item in here if item.owner == me]
     # A matrix that its owner holds whole needs no message; from the plan, so that all
     # ranks agree.
-    cut = [item for item in here if max(item.sizes) < sum(item.sizes)]
-    shard = groups.shard if cut else None
-    buffer = partial(torch.empty, dtype=dtype, device=handle.layout.device)
-    ranks = range(groups.shard_world_size)
-    to_owners = [sum(i.sizes[me] for i in here if i.owner == rank) for rank in ranks]
-    from_ranks = [sum(item.sizes[rank] for item in mine) for rank in ranks]
-
+    is_sent = any(max(item.sizes) < sum(item.sizes) for item in here)
+    shard = groups.shard if is_sent else None
+    to_owners, from_ranks = _sizes(here, mine, me)
     held = [item.sizes[me] for item in here]
+
+    def buffer(numel: int) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=handle.layout.device)
+
     parts, received = buffer(sum(held)), buffer(sum(from_ranks))
     for part, item in zip(torch.split(parts, held), here, strict=True):
         if item.value is None:
@@ -249,16 +247,12 @@ def _exchange(
             part.fill_(nan)
         else:
             part.copy_(item.value.reshape(-1))
-    sent = _send(received, parts, from_ranks, to_owners, shard)
-    yield
-    _wait(sent)
+    yield from _sent(received, parts, from_ranks, to_owners, shard)
     answers = _answers(mine, received, function, shard)
     # The parts were sent before the results come: the same memory takes both.
     del parts
     parts = buffer(sum(held))
-    sent = _send(parts, answers, to_owners, from_ranks, shard)
-    yield
-    _wait(sent)
+    yield from _sent(parts, answers, to_owners, from_ranks, shard)
     # Freed before the results of the replicas need memory.
     del received, answers
     for number in range(groups.replicas):
@@ -267,27 +261,42 @@ def _exchange(
         values = parts if number == replica else buffer(sum(held))
         if groups.replicate is not None and any(held):
             collectives.broadcast(values, groups.replicate, rank=number)
-        for part, item in zip(torch.split(values, held), there, strict=True):
-            if item.value is not None:
-                results[item.at] = part.view(item.value.shape).to(item.value.device)
+        _give(results, there, torch.split(values, held))
 
 
-def _send(
+def _give(
+    results: list[Tensor | None], items: Iterable[_Item], parts: Iterable[Tensor]
+) -> None:
+    """Give each parameter its part of the result."""
+    for part, item in zip(parts, items, strict=True):
+        if item.value is not None:
+            results[item.at] = part.view(item.value.shape).to(item.value.device)
+
+
+def _sizes(
+    here: Sequence[_Item], mine: Sequence[_Item], me: int
+) -> tuple[list[int], list[int]]:
+    """Return the elements that go from this rank to each owner, and come from each."""
+    ranks = range(len(here[0].sizes)) if here else range(1)
+    to_owners = [sum(i.sizes[me] for i in here if i.owner == rank) for rank in ranks]
+    return to_owners, [sum(item.sizes[rank] for item in mine) for rank in ranks]
+
+
+def _sent(
     output: Tensor,
     pieces: Tensor,
     theirs: list[int],
     ours: list[int],
     shard: dist.ProcessGroup | None,
-) -> Operation | None:
-    """Issue an all-to-all, or copy if each matrix is whole on its owner."""
+) -> Iterator[None]:
+    """Send pieces, or copy them if each matrix is whole on its owner; wait later."""
     if shard is None:
         output.copy_(pieces)
-        return None
+        yield
+        return
     sizes = theirs, ours
-    return collectives.all_to_all(output, pieces, sizes, shard, async_op=True)
-
-
-def _wait(operation: Operation | None) -> None:
+    operation = collectives.all_to_all(output, pieces, sizes, shard, async_op=True)
+    yield
     if operation is not None:
         operation.wait()
 

@@ -46,6 +46,8 @@ class _Unfilled:
                 _mark(made)
                 if issubclass(cls, nn.Parameter):
                     made.__class__ = WatchedShard
+                    # Other memory may have had this address.
+                    _drawn.discard(made.untyped_storage()._cdata)
         return made
 
 
@@ -102,8 +104,11 @@ class WatchedShard(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         # Before adoption torch copies the parameters of a module first, then its unit.
         with torch._C.DisableTorchFunctionSubclass():
-            memo[id(self)] = made = nn.Parameter(self.detach().clone())
-            return made.requires_grad_(self.requires_grad)
+            made: Tensor = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=self.requires_grad)
+        memo[id(self)] = made
+        return made
 
 
 def _has_memory(tensor: Tensor, memory: torch.UntypedStorage) -> bool:

@@ -179,7 +179,7 @@ def test_recomputation_gathers_no_unit_twice(
     ("call", "text"),
     [
         (lambda m: checkpoint(m.blocks), r"ModuleList, which has no forward"),
-        (lambda m: checkpoint(list(m.blocks)), r"list of 2 modules.*one after"),
+        (lambda m: checkpoint(list(m.blocks)), r"got a list.*one after"),
         (
             lambda m: checkpoint(m, use_reentrant=True, debug=True),
             r"neither context_fn nor debug",

@@ -11,15 +11,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.naming import by_value, ranks_text
-
-V = TypeVar("V")
+from composable_fsdp.naming import by_value, ranks_by_value, ranks_text
 
 SAME_CALLS = (
     "Make the same calls in the same order, with equal arguments, on every rank."
@@ -75,14 +73,6 @@ def first_difference(
         if len(set(values.values())) > 1:
             return f"{what}: {by_value(values)}"
     return None
-
-
-def ranks_by_value(values: Mapping[int, V]) -> dict[V, list[int]]:
-    """Return which ranks have which values, those of the lowest rank first."""
-    ranks: dict[V, list[int]] = {}
-    for rank in sorted(values):
-        ranks.setdefault(values[rank], []).append(rank)
-    return ranks
 
 
 def who_does(texts: Mapping[int, str]) -> str:

@@ -27,7 +27,6 @@ direction has no log there, so if forward sends nothing, a rank may evaluate alo
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
@@ -152,7 +151,8 @@ class OrderLog:
         if self.expected is NOTHING:
             self._compare(f"use {len(uses)}", use)
         else:
-            self._announce(f"use {len(uses)}", use, self.expected[self.position])
+            recorded = self._fact(self.expected[self.position], "")
+            self._announce(f"use {len(uses)}", use, recorded)
         uses.append(use)
         self._follow(self._records.get(self._mode, ()), use)
 
@@ -221,23 +221,22 @@ class OrderLog:
             events.append(events[order.at])
             order.at += 1
         else:
-            self._compare_begin(mode, order.expected())
+            # Ranks that begin what they expect send nothing, so this rank has to wait
+            # for all ranks to begin the same round.
+            expected = order.expected()
+            if expected is None:
+                self._compare(BEGIN, mode)
+            elif isinstance(expected, Call):
+                self._announce(BEGIN, mode, (expected.story,))
+            elif expected != event:
+                other, its_mode = expected
+                own = other == self._name
+                recorded = self._fact(its_mode, BEGIN) if own else (other,)
+                self._announce(BEGIN, mode, recorded)
             order.note(event)
         self._mode, self._uses, self._behind, self.position = mode, [], 0, 0
         self.expected = self._records.get(mode, NOTHING)
         self.is_open = True
-
-    def _compare_begin(self, mode: Hashable, expected: Any) -> None:
-        """Compare the begin of a round, unless it is ``expected`` on all ranks."""
-        if expected is None:
-            self._compare(BEGIN, mode)
-        # Ranks that begin what they expect send nothing, so this rank has to wait for
-        # all ranks to begin the same round.
-        elif isinstance(expected, Call):
-            self._announce(BEGIN, mode, expected.story)
-        elif expected != (self._name, mode):
-            other, its_mode = expected
-            self._announce(BEGIN, mode, its_mode if other == self._name else other)
 
     def _compare(self, at: str, value: Any) -> None:
         """Compare a use, or a mode (at ``BEGIN``), of all ranks, which raise together.
@@ -277,16 +276,12 @@ class OrderLog:
             "other ranks."
         )
 
-    def _announce(self, at: str, value: Any, recorded: Any) -> None:
-        """Meet all ranks at a value that is not the ``recorded`` one, or its text."""
-        if not self._groups:
-            return
-        fact = self._fact(value, at)
-        mine = fact[0]
-        if not isinstance(recorded, str):
-            mine, recorded = contrast(fact, self._fact(recorded, at))
-        does = f"{mine}, where the recorded order has: {recorded}"
-        self._meet(at, fact, does, way_out(at))
+    def _announce(self, at: str, value: Any, recorded: Fact) -> None:
+        """Meet all ranks at a value that is not the ``recorded`` one."""
+        if self._groups:
+            fact = self._fact(value, at)
+            does = ", where the recorded order has: ".join(contrast(fact, recorded))
+            self._meet(at, fact, does, way_out(at))
 
     def _place(self, at: str) -> tuple[str, str]:
         return f"{self._what} {self.round}, at {at}", self._name
@@ -428,28 +423,18 @@ def forward_fact(value: Any, at: str) -> Fact:
     # The size lets ranks with models of different shapes raise before a collective.
     regions = value.layout.regions
     numel = sum([region.layout.padded_numel for region in regions])
-    does = f"runs {value.name} of {numel:,} elements"
-    if len(regions) > 1:
-        # A rank may group its parameters otherwise, by dtypes and frozen ones, into
-        # regions of equal sizes.
-        members = [[s.fqns for s in r.layout.parameters] for r in regions]
-        digest = zlib.crc32(repr(members).encode())
-        does += f" in {len(regions)} regions (grouping {digest:08x})"
-    return (does,)
+    return (f"runs {value.name} of {numel:,} elements",)
 
 
 def backward_fact(value: Any, at: str) -> Fact:
     """Return the fact of a use in backward, or of the begin of a backward."""
     if at == BEGIN:
-        forward, syncs, structures, changed = value
+        forward, syncs, _, changed = value
         of = forward_fact(forward, BEGIN)[0] if forward else "begins no forward"
         does = f"begins the backward of {of.removeprefix('begins ')}"
         # Without a root there are no units, and no reductions.
         if not all(syncs) or not syncs:
             does += f", reductions off{' for some units' if any(syncs) else ''}"
-        if rebuilt := sum(map(bool, structures)):
-            digest = zlib.crc32(repr(structures).encode())
-            does += f", with requires_grad changed in {rebuilt} units ({digest:08x})"
         return does, *_flags(changed)
     if value is None:
         return ("has no further backward or reduction",)

@@ -258,11 +258,9 @@ def _compare(top: _FSDPState, scope: Scope, facts: Sequence[UnitFacts]) -> str |
 
     Collective, Raises: as ``compare_models``.
     """
-    # In the order of the units. Shard groups of other parts are other groups.
-    groups = [] if scope.parts else [s.handle.groups.shard for _, s in scope.units]
-    shards = dict.fromkeys(filter(None, groups))
-    shared = [tuple(dist.get_process_group_ranks(shard)) for shard in shards]
     states = [state for _, state in scope.units]
+    # Shard groups of other parts are other groups.
+    shared = [] if scope.parts else _shard_groups(states)
     # One start is enough: each rank's first draw under a seed has the same numbers.
     start, of = next(starts(top, states), (0, None))
     sent: Sequence[int] = (
@@ -289,6 +287,12 @@ def _compare(top: _FSDPState, scope: Scope, facts: Sequence[UnitFacts]) -> str |
     if len({each.weights for each in told}) == 1 and not any(e.written for e in told):
         return None
     return require_same_weights(scope.units, scope.route, scope.parts)
+
+
+def _shard_groups(states: Iterable[_FSDPState]) -> list[tuple[int, ...]]:
+    """Return the ranks of each shard group, in the order of the units."""
+    shards = dict.fromkeys(state.handle.groups.shard for state in states)
+    return [tuple(dist.get_process_group_ranks(shard)) for shard in shards if shard]
 
 
 def _log_equal_start(told: Sequence[_Said], start: int, of: ParamRef) -> None:

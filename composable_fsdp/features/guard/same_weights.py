@@ -21,7 +21,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from composable_fsdp.errors import DesyncError, PlanError
-from composable_fsdp.features.guard.compare import gather, ranks_by_value, tag_of
+from composable_fsdp.features.guard.compare import gather, tag_of
 from composable_fsdp.flat.param_ref import ParamRef, find_param, slot_paths
 from composable_fsdp.flat.residency import written
 from composable_fsdp.flat.value_hash import (
@@ -30,7 +30,7 @@ from composable_fsdp.flat.value_hash import (
     hash_values,
     have_values,
 )
-from composable_fsdp.naming import listed, quoted, ranks_text
+from composable_fsdp.naming import listed, quoted, ranks_by_value, ranks_text
 from composable_fsdp.runtime.meta_values import require_filled, unfilled_parameters
 from composable_fsdp.tree.state import (
     RuntimeContext,

@@ -48,25 +48,17 @@ def _casting(given: Given, dtype: torch.dtype) -> Change:
     return cast
 
 
-def casts_values(state: _FSDPState) -> bool:
-    """Return whether forwards of the unit may cast inputs or outputs."""
+def input_dtype(state: _FSDPState) -> torch.dtype | None:
+    """Return the dtype to which the unit casts inputs, if it does."""
     made = state.precision
-    return made is not None and (_input_dtype(state) or made.output_dtype) is not None
-
-
-def _input_dtype(state: _FSDPState) -> torch.dtype | None:
-    """Return the dtype to which the unit casts inputs."""
-    made = state.precision
-    assert made is not None
+    if made is None:
+        return None
     return made.root_input_dtype if state._is_root else made.input_dtype
 
 
 def cast_inputs(state: _FSDPState, given: Given, arguments: Arguments) -> Arguments:
     """Return the arguments with floating point tensors cast, if the unit casts them."""
-    precision = state.precision
-    if precision is None:
-        return arguments
-    dtype = _input_dtype(state)
+    dtype = input_dtype(state)
     if dtype is None:
         return arguments
     return given.replace(arguments, _casting(given, dtype))

@@ -181,10 +181,10 @@ def _choose(state: _FSDPState, *, has_graph: bool) -> Passage:
     searches = state.searches
     if searches.looks or (has_graph and searches.scans):
         return FIRST
-    found = searches.writes_data or searches.found_at
-    return (
-        FULL if found or len(state.modules) > 1 or casts.casts_values(state) else PLAIN
-    )
+    made = state.precision
+    wide = searches.writes_data or searches.found_at or len(state.modules) > 1
+    wide = wide or (made is not None and made.output_dtype is not None)
+    return FULL if wide or casts.input_dtype(state) is not None else PLAIN
 
 
 def _look_for_writes(state: _FSDPState, module: nn.Module) -> None:

@@ -11,10 +11,10 @@ All ranks make the same number of turns. Rank 0 has 3 batches, rank 1 has 5::
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Generic, Literal, NoReturn, TypeVar, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.operations import Operation, begin
@@ -72,127 +72,104 @@ def even_batches(
         )
     require_module(module, "even_batches")
     team = team_of(module, f"even_batches(policy={policy!r})", "even batches")
-    return _turns(_Source(loader, team), policy)
+    return _turns(loader, team, policy)
 
 
-def _turns(source: _Source[T], policy: Policy) -> Iterator[tuple[T, float]]:
+def _turns(
+    loader: Iterable[T], team: Team, policy: Policy
+) -> Iterator[tuple[T, float]]:
     """Yield the batch and the weight of each turn; see ``even_batches``."""
-    ranks = source.team.world_size
+    source = _Source(loader, team)
+    turn: tuple[T, float] | None = None
+    sent: Operation | None = None
     # ``finally`` also runs if the caller breaks out of the loop: Python closes the
     # generator then, and the all-reduce in flight must not be waited for.
     try:
-        source.take()
         while True:
+            # Before the turn, so that the exchange runs during the turn.
+            counts, sent = source.take()
+            if turn is not None:
+                yield turn
+            if sent is not None:
+                sent.wait()
+                sent = None
             # Sums over all ranks, so every decision below is the same on every rank.
-            active, raised, empty = source.counts()
-            if raised:
+            active, failed, empty = counts.tolist()
+            if failed:
                 source.raise_everywhere()
-            if active == 0 or (active < ranks and policy == "shortest"):
+            uneven = active < team.world_size
+            if active == 0 or (uneven and policy == "shortest"):
                 return
-            if active < ranks and policy == "error":
-                raise DesyncError(source.lengths())
-            if empty and policy == "pad":
-                raise DesyncError(
-                    f"{source.lengths()} A rank without any batch has none to repeat; "
-                    "give every rank at least one batch."
-                )
+            if empty or (uneven and policy == "error"):
+                source.refuse(empty)
             # Gradients are divided by the number of all ranks; the weight makes up for
             # ranks whose repeated batch counts zero.
-            turn = source.batch, ranks / active if source.has_batch else 0.0
-            # Before the turn, so that the exchange runs during the turn.
-            source.take()
-            yield turn
+            turn = source.batch, team.world_size / active if source.has_batch else 0.0
     finally:
-        source.leave()
+        if sent is not None:
+            sent.detach()
 
 
 class _Source(Generic[T]):
-    """The loader of this rank, and what the ranks have told about their next batch."""
+    """The loader of this rank, and what it tells the others of its next batch."""
 
     batch: T
     """The last batch that the loader gave."""
 
     def __init__(self, loader: Iterable[T], team: Team) -> None:
-        self.team = team
         self.has_batch = True
         """Whether ``batch`` is for the next turn; False after the loader's end."""
-        self._loader = loader
-        self._iterator: Iterator[T] | None = None
+        self._loader, self._team = loader, team
+        self._batches: Iterator[T] | None = None
         self._taken = 0
         self._error: Exception | None = None
-        self._sent: Operation | None = None
-        self._counts = torch.zeros(3, dtype=torch.int64, device="cpu")
 
-    def take(self) -> None:
-        """Take a batch from the loader, and begin to tell the other ranks.
+    def take(self) -> tuple[Tensor, Operation | None]:
+        """Take a batch; begin to count ranks with a batch, with an error, without any.
 
-        Collective: an all-reduce of three integers, which ``counts`` waits for.
+        Collective: an all-reduce of three integers, not waited for.
         """
         # Some loaders begin again after their end.
         if self.has_batch:
             try:
-                if self._iterator is None:
-                    self._iterator = iter(self._loader)
-                self.batch = next(self._iterator)
+                if self._batches is None:
+                    self._batches = iter(self._loader)
+                self.batch = next(self._batches)
                 self._taken += 1
             except StopIteration:
                 self.has_batch = False
             # Kept and not raised: the other ranks wait for this rank's numbers.
             except Exception as error:
                 self.has_batch, self._error = False, error
-        raised, empty = self._error is not None, self._taken == 0
-        self._counts = torch.tensor(
-            [self.has_batch, raised, empty], dtype=torch.int64, device="cpu"
+        facts = [self.has_batch, self._error is not None, not self._taken]
+        counts = torch.tensor(facts, dtype=torch.int64, device="cpu")
+        if (group := self._team.group) is None:
+            return counts, None
+        # Integers on the CPU over the private gloo group: no GPU waits for them.
+        named = begin("all_reduce", group, [counts], "even_batches")
+        return counts, collectives.all_reduce(
+            counts, group, async_op=True, operation=named
         )
-        if (group := self.team.group) is not None:
-            # Integers on the CPU over the private gloo group: no GPU waits for them.
-            named = begin("all_reduce", group, [self._counts], "even_batches")
-            self._sent = collectives.all_reduce(
-                self._counts, group, async_op=True, operation=named
-            )
 
-    def counts(self) -> list[int]:
-        """Return how many ranks have a batch, have raised, and never had a batch.
-
-        Collective: none itself; waits for that of ``take``.
-        """
-        if self._sent is not None:
-            self._sent.wait()
-            self._sent = None
-        found: list[int] = self._counts.tolist()
-        return found
-
-    def raise_everywhere(self) -> None:
-        """Raise the error of the loader; on other ranks an error that names the rank.
-
-        Collective: an all-gather of objects.
-        """
+    def raise_everywhere(self) -> NoReturn:
+        """Raise the error of the loader; on other ranks one that names the rank."""
         error = self._error
-        text = "" if error is None else f"raised {type(error).__name__}: {error}"
-        told = self._gather(text, "; ")
-        if error is not None:
-            raise error
-        raise DesyncError(
+        told = self._told(f"raised {type(error).__name__}: {error}" if error else "")
+        raise error or DesyncError(
             f"The loader of another rank failed in even_batches: {told}. "
             "All ranks end the loop after the same turn."
         )
 
-    def lengths(self) -> str:
-        """Return a sentence with the number of batches of each rank.
+    def refuse(self, empty: int) -> NoReturn:
+        """Raise for different numbers of batches; ``empty``: ranks without any."""
+        told = self._told(f"has {'at least ' * self.has_batch}{self._taken}")
+        text = f"The ranks have different numbers of batches: {told}."
+        if empty:
+            text += " A rank without any batch has none to repeat; give every rank at "
+            text += "least one batch."
+        raise DesyncError(text)
 
-        Collective: an all-gather of objects.
-        """
-        told = f"has {'at least ' if self.has_batch else ''}{self._taken}"
-        words = self._gather(told, ", ")
-        return f"The ranks have different numbers of batches: {words}."
-
-    def leave(self) -> None:
-        """Do not wait for the all-reduce of a turn that does not come."""
-        if self._sent is not None:
-            self._sent.detach()
-            self._sent = None
-
-    def _gather(self, text: str, between: str) -> str:
-        """Return the ranks with a text, and these."""
-        pairs = zip(self.team.ranks, self.team.agree(None, text), strict=True)
-        return between.join(f"rank {rank} {each}" for rank, each in pairs if each)
+    def _told(self, text: str) -> str:
+        """Return the ranks with a text, and these. Collective: gathers objects."""
+        pairs = zip(self._team.ranks, self._team.agree(None, text), strict=True)
+        return ", ".join(f"rank {rank} {each}" for rank, each in pairs if each)
