@@ -25,7 +25,7 @@ from composable_fsdp.config import (
     ShardingStrategy,
     StateDictType,
 )
-from composable_fsdp.doors.fsdp2_policies import cpu_offload_of, mixed_precision_of
+from composable_fsdp.doors.fsdp2 import cpu_offload_of, mixed_precision_of
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.features.checkpoint import checkpoint
 from composable_fsdp.integrations.hf_adapters import has_adapters

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -137,7 +138,7 @@ def plan(
     # As ``fully_shard(module)`` would shard it next: the walk takes sharded units for
     # boundaries and leaves their parameters alone.
     targets = plan_targets([module], request)
-    rest = ShardingPlan(tuple(target.plan for target in targets), ranks)
+    rest = ShardingPlan(tuple(map(attrgetter("plan"), targets)), ranks)
     if kept is None:
         return rest
     # Names of units are unique: a module is in one of the two plans.

@@ -8,9 +8,7 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -46,25 +44,20 @@ def is_sharded(module: nn.Module) -> bool:
 
 def load_model(target: str, *, is_config: bool = False) -> Model:
     """Return the model that ``target`` names, on meta."""
-    make = maker_of(target, is_config=is_config)
-    with torch.device("meta"):
-        return make()
-
-
-def maker_of(target: str, *, is_config: bool = False) -> Callable[[], Model]:
-    """Return what makes the model that ``target`` names, after all imports."""
     if is_config or target.endswith(".json") or Path(target).is_dir():
-        return _config(target)
+        return _of_config(target)
+    # Not on meta: the user's module may import others, which make tensors.
     found = _object_of(target)
     # A class of modules is callable and no module.
     if isinstance(found, nn.Module):
-        return lambda: Model(found, target)
+        return Model(found, target)
     if not callable(found):
         raise PlanError(
             f"{target} expects to be a module, or a function or class without "
             f"arguments that makes one; got {found!r:.80}."
         )
-    return partial(made_by, found, target)
+    with torch.device("meta"):
+        return made_by(found, target)
 
 
 def _object_of(target: str) -> Any:
@@ -161,8 +154,8 @@ def made_by(function: Callable[..., Any], source: str) -> Model:
     return Model(made, source, inputs, loss)
 
 
-def _config(path: str) -> Callable[[], Model]:
-    """Return what makes the model of a configuration of transformers."""
+def _of_config(path: str) -> Model:
+    """Return the model of a configuration of transformers, on meta."""
     file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise PlanError(
@@ -178,35 +171,24 @@ def _config(path: str) -> Callable[[], Model]:
         ) from error
     # Advice of transformers on weights and kernels is for a model that runs.
     transformers.logging.set_verbosity_error()
-
-    # transformers raises many kinds of errors for a configuration.
-    @contextmanager
-    def refused() -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise PlanError(
-                f"transformers {transformers.__version__} makes no model of {path}: "
-                f"{' '.join(str(error).split())}"
-            ) from error
-
-    with refused():
+    try:
         config = transformers.AutoConfig.from_pretrained(str(file))
-    # The class that the configuration names has the head.
-    name = next(iter(config.architectures or []), "")
-    kind = getattr(transformers, name, None) if name else None
-    if kind is None:
-        raise PlanError(
-            f"{path} names {name or 'nothing'} under architectures; expected a class "
-            'of transformers, as "architectures": ["LlamaForCausalLM"]. Add it.'
-        )
-
-    def make() -> Model:
-        with refused(), warnings.catch_warnings():
+        # The class that the configuration names has the head.
+        name = next(iter(config.architectures or []), "")
+        if not hasattr(transformers, name):
+            raise ValueError(
+                f"{name!r} under architectures is no class of it, such as "
+                '["LlamaForCausalLM"]'
+            )
+        with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
-            return Model(kind(config), path, config=config)
-
-    return make
+            return Model(getattr(transformers, name)(config), path, config=config)
+    # transformers raises many kinds of errors for a configuration.
+    except Exception as error:
+        raise PlanError(
+            f"transformers {transformers.__version__} makes no model of {path}: "
+            f"{' '.join(str(error).split())}"
+        ) from error
 
 
 def inputs_for(model: Model, shape: Sequence[int]) -> Any:

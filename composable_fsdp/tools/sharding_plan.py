@@ -65,11 +65,6 @@ class ShardingPlan:
         return replace(self, units=tuple(self.units[index] for index in order))
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        """Sentences on avoidable padding, for a reader."""
-        return tuple([note for unit in self.units for note in _padding_notes(unit)])
-
-    @property
     def numel(self) -> int:
         """Elements of all parameters in the units; a tied parameter counts once."""
         return sum(r.numel for u in self.units for r in u.regions)
@@ -213,29 +208,6 @@ class ShardingPlan:
 
     def __str__(self) -> str:
         return text_of(report_of(Forecast(self, OPTIMIZERS["none"])))
-
-
-def _padding_notes(unit: UnitPlan) -> list[str]:
-    """Return sentences on regions that are mostly padding because of row blocks."""
-    notes = []
-    for region in unit.regions:
-        # Up to twice the size, padding is not worth a sentence.
-        if region.padded_numel <= 2 * region.numel or not region.numel:
-            continue
-        # A parameter with fewer rows than ranks leaves whole shards empty.
-        few = [
-            slot.fqn
-            for slot in region.parameters
-            if slot.block > 1 and slot.shape[0] < unit.shard_world_size
-        ]
-        if few:
-            notes.append(
-                f"unit {unit.fqn or ROOT_NAME}: {', '.join(few)} have fewer rows than "
-                f"the {unit.shard_world_size} ranks, so padding is "
-                f"{region.padded_numel / region.numel - 1:.0%}; block=Block.ELEMENT "
-                "cuts inside rows and avoids it."
-            )
-    return notes
 
 
 class Fold(NamedTuple):

@@ -120,32 +120,6 @@ class Simulation:
         )
         return "\n".join(lines)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the simulation as numbers, for JSON."""
-        names = "phase group ranks begin end"
-        return {
-            "world_size": self.world_size,
-            "data_ranks": self.plan.world_size,
-            "device_type": self.device_type,
-            "optimizer": self.optimizer,
-            "peak": {
-                "when": self.peak.when,
-                "bytes": self.peak.memory.total,
-                "by_kind": _kinds(self.peak),
-            },
-            "seconds": self.seconds,
-            "exposed_seconds": self.exposed,
-            "collectives": [
-                {"op": each.name, "unit": each.unit, "bytes": each.nbytes}
-                | {name: getattr(each, name) for name in names.split()}
-                for each in self.collectives
-            ],
-            "timeline": [
-                {"seconds": each.seconds, "when": each.when, **_kinds(each)}
-                for each in self.timeline
-            ],
-        }
-
     def trace(self) -> dict[str, Any]:
         """Return the step in Chrome's trace format, as a dict for ``json``."""
         return {
@@ -428,7 +402,7 @@ def simulate(
         if given is None:
             raise PlanError(
                 "simulate expects a batch: the arguments of the forward on a rank, "
-                "such as batch=torch.zeros(8, 1024, device='meta') or --batch 8x1024; "
+                "such as batch=torch.zeros(8, 1024, device='meta'); "
                 "or a function that returns (module, arguments)."
             )
         args, kwargs = fake_world.fake_arguments(given)

@@ -298,8 +298,7 @@ def simulated_world(world_size: int, clock: Clock, *, streams: bool) -> Iterator
         raise PhaseError(
             "simulate makes process groups of its own, and this process has a default "
             f"process group ({dist.get_backend()}, {dist.get_world_size()} ranks). "
-            "Call simulate before init_process_group, or in a process of its own, as "
-            "`python -m composable_fsdp simulate` does."
+            "Call simulate before init_process_group, or in a process of its own."
         )
     # A backend is registered once per process, and cannot be removed.
     if SIMULATED.upper() not in dist.Backend._plugins:
