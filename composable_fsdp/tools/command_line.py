@@ -49,22 +49,24 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _number(text: str, *, whole: bool = False) -> float:
+def _number(text: str) -> float:
     """Return a finite number of 0 or above; "1e9" and "70_000" are numbers, too."""
     try:
         found = float(text)
     except ValueError:
         found = math.nan
     # A comparison with NaN is always false, so NaN would accept everything.
-    if not 0 <= found < math.inf or (whole and (found < 1 or not found.is_integer())):
-        what = "positive whole number" if whole else "number of 0 or above"
-        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 or above")
     return found
 
 
 def _count(text: str) -> int:
     """Return a positive whole number."""
-    return int(_number(text, whole=True))
+    found = _number(text)
+    if found < 1 or not found.is_integer():
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(found)
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -75,12 +75,12 @@ class NoSplitPolicy:
 def guess_units(module: nn.Module) -> tuple[list[str], str]:
     """Return the names of modules that are good units, and a reason for a reader."""
     chosen, reason = _units(module, None)
+    # The root is a unit anyway.
     if not any(name for name, _ in chosen):
         chosen = _untied(module, _repeated(list(walk.named(module))))
         reason = "classes that the model has several times"
     counts = Counter(type(each).__name__ for _, each in chosen)
     text = ", ".join(f"{times} {name}" for name, times in counts.items())
-    # The root is a unit anyway.
     names = [name for name, _ in chosen if name]
     return names, f"{text} ({reason})" if names else "the whole model is one unit"
 
@@ -127,10 +127,9 @@ def _untied(
 def _repeated(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     """Return the outermost modules of classes that a model has several times."""
     able = [
-        (name, each)
-        for name, each in named[1:]
-        if not (isinstance(each, nn.Sequential) or walk.is_container(each))
-        and any(True for _ in each.parameters())
+        pair
+        for pair in named[1:]
+        if _can_be_unit(pair[1]) and not isinstance(pair[1], nn.Sequential)
     ]
     # Blocks go before the layers of which blocks are made.
     for rest in ([pair for pair in able if list(pair[1].children())], able):
@@ -141,16 +140,9 @@ def _repeated(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Modu
     return found
 
 
-def _outermost(pairs: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Return the modules that are below none of those before them."""
-    found: list[tuple[str, nn.Module]] = []
-    for name, each in pairs:
-        if not any(name.startswith(f"{outer}.") for outer, _ in found):
-            found.append((name, each))
-    return found
-
-
-def _entries_of_lists(named: Sequence[tuple[str, nn.Module]]) -> list[Any]:
+def _entries_of_lists(
+    named: Sequence[tuple[str, nn.Module]],
+) -> list[tuple[str, nn.Module]]:
     """Return the entries of outermost lists of two and more modules, with names."""
     # A list inside of a unit, as of experts, stays whole.
     return _outermost(
@@ -158,9 +150,22 @@ def _entries_of_lists(named: Sequence[tuple[str, nn.Module]]) -> list[Any]:
         for name, each in named
         if isinstance(each, nn.ModuleList) and len(each) > 1
         for key, child in each.named_children()
-        # A container has no forward and cannot be a unit.
-        if not walk.is_container(child) and any(True for _ in child.parameters())
+        if _can_be_unit(child)
     )
+
+
+def _can_be_unit(module: nn.Module) -> bool:
+    """Return whether a module has parameters and a forward."""
+    return not walk.is_container(module) and any(True for _ in module.parameters())
+
+
+def _outermost(pairs: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Return the modules that are below none of those before them."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, each in pairs:
+        if not any(name.startswith(f"{outer}.") for outer, _ in found):
+            found.append((name, each))
+    return found
 
 
 def chosen_units(root: nn.Module, units: Iterable[object]) -> Chosen:

@@ -245,19 +245,19 @@ def _common_name(fqns: Sequence[str]) -> str:
     if len(fqns) == 1:
         return fqns[0] or ROOT_NAME
     # Equal patterns have equal numbers of components.
-    columns = list(zip(*(fqn.split(".") for fqn in fqns), strict=True))
-    several = [len(set(column)) for column in columns]
+    parts = [fqn.split(".") for fqn in fqns]
+    columns = [[*dict.fromkeys(column)] for column in zip(*parts, strict=True)]
     # The ranges of several numbers name all combinations: write them only if all
     # combinations are there.
-    exact = prod(several) == len(fqns)
+    exact = prod(map(len, columns)) == len(fqns)
     # Components that are equal in all names stay as they are.
     return ".".join(
         column[0]
-        if count == 1
+        if len(column) == 1
         else ",".join(runs_of(map(int, column)))
         if exact
         else "*"
-        for column, count in zip(columns, several, strict=True)
+        for column in columns
     )
 
 
