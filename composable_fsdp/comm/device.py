@@ -36,7 +36,7 @@ _Stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
 
 def as_cuda() -> bool:
     """Return whether units and roots on CPU get streams and events, too."""
-    # ``tools.simulated_world`` puts another function here.
+    # ``tools.fake_world`` puts another function here.
     return False
 
 
@@ -300,7 +300,7 @@ _watching = False
 
 def live_streams() -> weakref.WeakSet[Streams]:
     """Return the streams of this process."""
-    # ``tools.simulated_world`` puts another function here.
+    # ``tools.fake_world`` puts another function here.
     return _live
 
 

@@ -26,20 +26,18 @@ from composable_fsdp.flat.region import FlatParameter, TrainableRegion
 from composable_fsdp.naming import ROOT_NAME, size_text
 from composable_fsdp.tools import fake_world
 from composable_fsdp.tools.activations import StorageLog
+from composable_fsdp.tools.fake_world import replaced, simulated_world, tensors_of
 from composable_fsdp.tools.machine import Cost, Machine
 from composable_fsdp.tools.memory import OPTIMIZERS, DeviceType, Memory, StepMoment
 from composable_fsdp.tools.model_units import guess_units
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.plan_models import check_sizes, is_sharded, made_by
 from composable_fsdp.tools.sharding_plan import ShardingPlan
-from composable_fsdp.tools.simulated_world import (
+from composable_fsdp.tools.step_time import (
     COMMUNICATION,
     COMPUTE,
     Clock,
     SimulatedOperation,
-    replaced,
-    simulated_world,
-    tensors_of,
 )
 from composable_fsdp.tools.texts import counted
 from composable_fsdp.tree.traversal import walk_states
