@@ -33,7 +33,7 @@ from composable_fsdp.naming import did_you_mean
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.policies import SizePolicy, evaluate_policy
 from composable_fsdp.state_dict.settings import set_state_dict_type
-from composable_fsdp.tools.model_units import NoSplitPolicy
+from composable_fsdp.tools.models import NoSplitPolicy
 from composable_fsdp.tools.texts import SHORT_DTYPES
 
 M = TypeVar("M", bound=nn.Module)

@@ -29,11 +29,11 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.tools import plan_models, plan_report
+from composable_fsdp.tools import models, plan_report
 from composable_fsdp.tools.activations import measure_activations
 from composable_fsdp.tools.command_line import split_words
 from composable_fsdp.tools.memory import Activations
-from composable_fsdp.tools.model_units import NoSplitPolicy, guess_units
+from composable_fsdp.tools.models import NoSplitPolicy, guess_units
 from composable_fsdp.tools.plan import plan as plan_of
 from composable_fsdp.tools.plan import replan
 from composable_fsdp.tools.sharding_plan import Forecast, ShardingPlan, forecast
@@ -60,10 +60,10 @@ def plan(given: argparse.Namespace) -> Answer:
         raise PlanError(
             "Write one MODEL: MODULE:FUNCTION or the path of a config.json; see --help."
         )
-    model = plan_models.load_model(given.hf or given.model, is_config=bool(given.hf))
+    model = models.load_model(given.hf or given.model, is_config=bool(given.hf))
     # A batch on the command line goes before inputs that the function returned.
     if given.batch:
-        model = model._replace(inputs=plan_models.inputs_for(model, given.batch))
+        model = model._replace(inputs=models.inputs_for(model, given.batch))
     # On meta a cast changes dtypes and copies nothing.
     if given.dtype:
         model.module.to(getattr(torch, given.dtype))
@@ -93,7 +93,7 @@ def plan(given: argparse.Namespace) -> Answer:
 
 
 def _activations(
-    model: plan_models.Model, planned: ShardingPlan, given: argparse.Namespace
+    model: models.Model, planned: ShardingPlan, given: argparse.Namespace
 ) -> Activations | None:
     """Return the activations of the batch, if there is a batch."""
     # The report says if activations are left out.
@@ -102,7 +102,7 @@ def _activations(
             if getattr(given, option):
                 raise PlanError(f"--{option} needs --batch, as --batch 1x4096.")
         return None
-    if plan_models.is_sharded(model.module):
+    if models.is_sharded(model.module):
         raise PlanError(
             f"plan counts activations before sharding, and {model.source} shards its "
             "model itself. Let the function return the unsharded model and select "
@@ -137,7 +137,7 @@ def _add_time(
 
 
 def _units_of(
-    model: plan_models.Model, given: argparse.Namespace
+    model: models.Model, given: argparse.Namespace
 ) -> tuple[dict[str, Any], str]:
     """Return the policy or the units that the arguments select, and how they do."""
     classes, units = given.unit_class, given.units
@@ -149,7 +149,7 @@ def _units_of(
         text = f"modules of class {', '.join(classes)}"
         return {"policy": NoSplitPolicy(classes)}, text
     # A function of MODEL that shards has chosen its units itself.
-    if not units and plan_models.is_sharded(model.module):
+    if not units and models.is_sharded(model.module):
         return {}, f"those that {model.source} shards"
     names, text = (units, ", ".join(units)) if units else guess_units(model.module)
     return {"units": names}, text

@@ -25,8 +25,7 @@ from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import lay_out_again, plan_targets
 from composable_fsdp.planning.policies import AnyPolicy, evaluate_policy
 from composable_fsdp.planning.unit_plan import UnitPlan
-from composable_fsdp.tools.model_units import chosen_units
-from composable_fsdp.tools.plan_models import check_sizes
+from composable_fsdp.tools.models import check_sizes, chosen_units
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import require_module, walk_states

@@ -29,9 +29,8 @@ from composable_fsdp.tools.activations import StorageLog
 from composable_fsdp.tools.fake_world import replaced, simulated_world, tensors_of
 from composable_fsdp.tools.machine import Cost, Machine
 from composable_fsdp.tools.memory import OPTIMIZERS, DeviceType, Memory, StepMoment
-from composable_fsdp.tools.model_units import guess_units
+from composable_fsdp.tools.models import check_sizes, guess_units, is_sharded, made_by
 from composable_fsdp.tools.plan import plan
-from composable_fsdp.tools.plan_models import check_sizes, is_sharded, made_by
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tools.step_time import (
     COMMUNICATION,
