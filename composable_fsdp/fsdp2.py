@@ -2,17 +2,15 @@
 
 from composable_fsdp.access.manual import UnshardHandle
 from composable_fsdp.doors.fsdp2 import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
 from composable_fsdp.doors.fsdp2_module import FSDPModule
-from composable_fsdp.doors.fsdp2_policies import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
 
 __all__ = [
     "CPUOffloadPolicy",

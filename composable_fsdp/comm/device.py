@@ -32,7 +32,7 @@ _Stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
 
 def as_cuda() -> bool:
     """Return whether units and roots on CPU get streams and events, too."""
-    # ``tools.simulated_world`` puts another function here.
+    # ``tools.fake_world`` puts another function here.
     return False
 
 
@@ -276,7 +276,7 @@ _live: weakref.WeakSet[Streams] = weakref.WeakSet()
 
 def live_streams() -> weakref.WeakSet[Streams]:
     """Return the streams of this process."""
-    # ``tools.simulated_world`` puts another function here.
+    # ``tools.fake_world`` puts another function here.
     return _live
 
 

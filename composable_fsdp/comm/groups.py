@@ -16,7 +16,7 @@ from composable_fsdp.comm.placements import Choice, Grid, Ways
 from composable_fsdp.errors import PhaseError
 
 SIMULATED = "simulated"
-"""The backend of ``tools.simulated_world``, which sends as NCCL does."""
+"""The backend of ``tools.fake_world``, which sends as NCCL does."""
 
 MOST_OPERATIONS = 1024
 """Number of operations that are kept per process group."""

@@ -1,12 +1,14 @@
-"""FSDP2's functions over the units of this package, for ``composable_fsdp.fsdp2``.
+"""FSDP2's functions and policies over the units of this package.
 
 State dicts hold sharded values, and the class becomes ``FSDP<name>``: this door alone
-changes classes. Parameters stay plain tensors, as everywhere.
+changes classes. Parameters stay plain tensors, as everywhere. Names, fields, field
+order and defaults of the policies are those of torch's FSDP2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Concatenate, ParamSpec, Protocol, cast, overload
 
@@ -17,24 +19,109 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.access import manual
 from composable_fsdp.access.settings import set_reshard_after_forward, state_of_unit
-from composable_fsdp.config import Placement, ShardingStrategy
-from composable_fsdp.doors.fsdp2_module import FSDPModule, change_class
-from composable_fsdp.doors.fsdp2_policies import (
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    cpu_offload_of,
-    mixed_precision_of,
+from composable_fsdp.config import (
+    CPUOffload,
+    MixedPrecision,
+    Placement,
+    ShardingStrategy,
 )
+from composable_fsdp.doors.fsdp2_module import FSDPModule, sharded_class
 from composable_fsdp.doors.fsdp2_torch import change_torch
 from composable_fsdp.entries import fully_shard as own
 from composable_fsdp.errors import PlanError, warn
 from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import quoted
+from composable_fsdp.planning.options import by_fields
 from composable_fsdp.state_dict.settings import set_live_type
 from composable_fsdp.tree.root import ensure_root, share_streams
 
 P = ParamSpec("P")
+
+_HOME = "composable_fsdp.fsdp2"
+"""Where users import the names of FSDP2 from."""
+
+
+# Frozen and not frozen as in FSDP2, so scripts can hash and change the same policies.
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes for compute and reduction, with the names of FSDP2.
+
+    Args:
+        param_dtype: dtype of the all-gather and of compute. Default None: the dtype of
+            the parameters.
+        reduce_dtype: dtype in which gradients are accumulated and reduced. Default
+            None: ``param_dtype``.
+        output_dtype: dtype to which floating point outputs are cast. Default None: no
+            cast.
+        cast_forward_inputs: cast floating point inputs of each unit to ``param_dtype``.
+            Default True.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass
+class OffloadPolicy:
+    """The base class of offload policies; an instance of this class offloads nothing.
+
+    >>> OffloadPolicy()
+    OffloadPolicy()
+    """
+
+
+@dataclass
+class CPUOffloadPolicy(OffloadPolicy):
+    """Sharded parameters, gradients and optimizer state live in host memory.
+
+    Args:
+        pin_memory: Pin the host memory, so that copies overlap with compute. False is
+            refused for a GPU, because gradients are copied while a backward runs.
+            Without a GPU nothing is pinned. Default True.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass
+class DataParallelMeshDims:
+    """Names of the dims of a full mesh over which DTensor parameters are sharded.
+
+    ``fully_shard`` refuses this class, because parameters are plain tensors here.
+
+    Args:
+        shard: The dim, or the dims, that shard. Default None.
+        replicate: The dim, or the dims, that replicate. Default None.
+
+    Raises: ValueError, if both are None.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError(
+                "DataParallelMeshDims expects shard or replicate, got neither. Name "
+                "the dim of the mesh that shards."
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Return ``shard`` as a tuple."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """Return ``replicate`` as a tuple."""
+        return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    # A string would be a sequence of letters.
+    return (given,) if isinstance(given, str) else tuple(given or ())
 
 
 class FullyShard(Protocol[P]):
@@ -69,7 +156,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # without fields
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
@@ -149,8 +236,10 @@ def fully_shard(
     # An explicit choice holds for a root, too; lazy initialization would choose.
     if reshards is not None:
         set_reshard_after_forward(modules[0], reshards, recurse=False)
-    # Last, so that a refused module keeps its class.
-    change_class(modules)
+    # Last, so that a refused module keeps its class. An assignment keeps the object
+    # with its attributes, hooks and references.
+    for each in modules:
+        each.__class__ = sharded_class(type(each))
     change_torch()
     return cast("FSDPModule | list[FSDPModule]", module)
 
@@ -259,3 +348,39 @@ def _require_rows(
             "Flat buffers are cut between rows, and the numbers of rows need not be "
             "divisible, so the dim changes no value. Leave shard_placement_fn out.",
         )
+
+
+def mixed_precision_of(policy: object) -> MixedPrecision | None:
+    """Return the ``MixedPrecision`` that equals FSDP2's ``policy``."""
+    own = by_fields(MixedPrecisionPolicy, policy, argument="mp_policy", home=_HOME)
+    # Without a dtype nothing is cast, whatever ``cast_forward_inputs`` says.
+    if own.param_dtype is own.reduce_dtype is own.output_dtype is None:
+        return None
+    return MixedPrecision(
+        param_dtype=own.param_dtype,
+        reduce_dtype=own.reduce_dtype,
+        output_dtype=own.output_dtype,
+        # FSDP2 knows no root in this point: each unit casts its inputs, or none does.
+        cast_forward_inputs=own.cast_forward_inputs,
+        cast_root_forward_inputs=own.cast_forward_inputs,
+    )
+
+
+def cpu_offload_of(policy: object, device_type: str) -> CPUOffload | None:
+    """Return the ``CPUOffload`` that equals FSDP2's ``policy``.
+
+    Raises: TypeError, for another ``policy``; PlanError, for pageable memory.
+    """
+    by_fields(OffloadPolicy, policy, argument="offload_policy", home=_HOME)
+    # By name, because a script may still import the class from torch.
+    if "CPUOffloadPolicy" not in [base.__name__ for base in type(policy).__mro__]:
+        return None
+    # Memory is pinned only beside a GPU, so on a CPU both values mean the same.
+    if not getattr(policy, "pin_memory", True) and device_type != "cpu":
+        raise PlanError(
+            "offload_policy expects CPUOffloadPolicy(pin_memory=True) for a "
+            f"{device_type} device, got pin_memory=False. Shards and gradients are "
+            "copied beside compute here, which pageable memory does not allow. Leave "
+            "pin_memory out, or train without offload."
+        )
+    return CPUOffload(offload_params=True)

@@ -7,7 +7,7 @@ concerns memory, streams or communicators raises; no result depends on such a me
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -188,10 +188,3 @@ def sharded_class(plain: type[nn.Module]) -> type[FSDPModule]:
             {"_plain_class": plain, "__module__": plain.__module__},
         )
     return _classes[plain]
-
-
-def change_class(modules: Iterable[nn.Module]) -> None:
-    """Give sharded modules their class ``FSDP<name>``. Called by the door alone."""
-    # An assignment keeps the object with its attributes, hooks and references.
-    for module in modules:
-        module.__class__ = sharded_class(type(module))

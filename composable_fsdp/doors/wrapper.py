@@ -14,6 +14,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -36,7 +37,6 @@ from composable_fsdp.config import (
     ShardingStrategy,
     TiedParams,
 )
-from composable_fsdp.doors.wrapper_attributes import Attributes, attribute_of
 from composable_fsdp.doors.wrapping import PlainNames, post_order_apply
 from composable_fsdp.entries.fully_shard import fully_shard, unknown_text
 from composable_fsdp.entries.initial_values import reset_parameters
@@ -62,7 +62,17 @@ if TYPE_CHECKING:
     from composable_fsdp.planning.policies import AnyPolicy
 
 
-class FullyShardedDataParallel(Attributes, PlainNames):
+def _option(name: str, doc: str, default: object = None) -> Any:
+    """Return a property: the option ``name`` of the unit, or ``default`` for None."""
+
+    def read(wrapper: FullyShardedDataParallel) -> object:
+        found = getattr(wrapper._state.options, name)
+        return default if found is None else found
+
+    return property(read, doc=doc)
+
+
+class FullyShardedDataParallel(PlainNames):
     """Shard ``module`` over ranks inside a wrapper; arguments as in torch's FSDP1.
 
     Every unit that ``auto_wrap_policy`` selects is replaced by a wrapper, as in FSDP1.
@@ -137,7 +147,19 @@ class FullyShardedDataParallel(Attributes, PlainNames):
         again = module is self
         if not again:
             super().__init__()
-        _require_plain_module(module, again=again)
+        given: object = module
+        if not isinstance(given, nn.Module):
+            raise TypeError(
+                f"FullyShardedDataParallel expects a module, got a "
+                f"{type(given).__name__}. One unit of several modules: fully_shard."
+            )
+        require_process_group("FullyShardedDataParallel")
+        # Only a subclass gets here: __new__ has returned a wrapper of the same class.
+        if isinstance(module, FullyShardedDataParallel) and not again:
+            raise CompositionError(
+                "FullyShardedDataParallel got a module that is wrapped already. Wrap "
+                "the plain module, or pass wrapper.module."
+            )
         # A warning and no error, so that FSDP1 scripts which pass False run unchanged.
         if not use_orig_params:
             warn(
@@ -192,6 +214,58 @@ class FullyShardedDataParallel(Attributes, PlainNames):
         assert isinstance(state, _FSDPState)
         return state
 
+    # FSDP1's attributes cpu_offload and mixed_precision hold a default, never None.
+    cpu_offload: CPUOffload = _option(
+        "cpu_offload", "Whether shards are in host memory.", CPUOffload()
+    )
+    mixed_precision: MixedPrecision = _option(
+        "mixed_precision",
+        "The dtypes of compute, reduction and buffers.",
+        MixedPrecision(),
+    )
+    backward_prefetch: BackwardPrefetch | None = _option(
+        "backward_prefetch", "When backward all-gathers the next unit."
+    )
+    forward_prefetch: bool = _option(
+        "forward_prefetch", "Whether forward all-gathers the next unit early."
+    )
+    limit_all_gathers: bool = _option(
+        "limit_all_gathers", "Whether the memory of waiting units is limited."
+    )
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """Return the strategy; NO_SHARD if ``process_group`` has a single rank."""
+        # FSDP1 reports NO_SHARD for a group of a single rank, too.
+        if self.world_size == 1:
+            return ShardingStrategy.NO_SHARD
+        return self._state.options.strategy
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Return the device on which the module computes."""
+        return self._state.device
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Return the shard group; with NO_SHARD the replicate group."""
+        # A group of a single rank is None in ``handle.groups``; the caller's group then
+        # remains.
+        state = self._state
+        if state.options.strategy is ShardingStrategy.NO_SHARD:
+            return state.handle.groups.replicate or state.ranks.shard
+        return state.handle.groups.shard or state.ranks.shard
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's index in ``process_group``."""
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks in ``process_group``."""
+        return self.process_group.size()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, whose hooks all-gather and reduce."""
         return self.module(*args, **kwargs)
@@ -205,7 +279,24 @@ class FullyShardedDataParallel(Attributes, PlainNames):
             # this check self.module would call __getattr__ again, without end.
             if name == WRAPPED_MODULE:
                 raise
-            return attribute_of(self, self.module, name)
+        try:
+            return getattr(self.module, name)
+        except AttributeError as error:
+            if error.name not in (None, name) or hasattr(type(self.module), name):
+                raise  # a property of the module failed on another attribute
+        # FSDP2's methods are functions of this package, of the same name.
+        homes = ("composable_fsdp", "composable_fsdp.access") if name.islower() else ()
+        ways_out = [
+            f" Call the function: {home}.{name}(model, ...)."
+            for home in homes
+            if name in import_module(home).__all__
+        ]
+        raise AttributeError(
+            f"{type(self).__name__} has no attribute {name!r}, and neither has the "
+            f"{type(self.module).__name__} that it wraps.{''.join(ways_out)}",
+            name=name,
+            obj=self,
+        )
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped module; the hooks of the unit stay outside the graph."""
@@ -396,19 +487,3 @@ def _wrap_units_below(module: nn.Module) -> None:
 
     # Inner units first, so that each parent still holds the module to be replaced.
     post_order_apply(module, targets, wrap)
-
-
-def _require_plain_module(module: object, *, again: bool) -> None:
-    """Refuse what no wrapper can hold; ``again``: ``__new__`` returned the wrapper."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"FullyShardedDataParallel expects a module, got a "
-            f"{type(module).__name__}. One unit of several modules: fully_shard."
-        )
-    require_process_group("FullyShardedDataParallel")
-    # Only a subclass gets here: __new__ has returned a wrapper of the same class.
-    if isinstance(module, FullyShardedDataParallel) and not again:
-        raise CompositionError(
-            "FullyShardedDataParallel got a module that is wrapped already. Wrap "
-            "the plain module, or pass wrapper.module."
-        )

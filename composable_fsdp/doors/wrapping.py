@@ -85,15 +85,7 @@ def enable_wrap(
 
     Blocks nest: the inner block replaces the outer block completely until the inner
     block ends, also by an exception. Other threads are not affected.
-
-    Raises: TypeError, if ``wrapper_cls`` is not callable.
     """
-    made: object = wrapper_cls
-    if not callable(made):
-        raise TypeError(
-            "enable_wrap(wrapper_cls=...) expects a class or function that takes a "
-            f"module, such as FullyShardedDataParallel, got {made!r}."
-        )
     token = _current.set((wrapper_cls, wrapper_kwargs))
     try:
         yield

@@ -3,7 +3,7 @@
 from composable_fsdp.integrations.hf_adapters import merge_adapters
 from composable_fsdp.integrations.hf_config import HFSharding, from_hf_config
 from composable_fsdp.integrations.hf_weights import load_pretrained, save_pretrained
-from composable_fsdp.tools.model_units import NoSplitPolicy
+from composable_fsdp.tools.models import NoSplitPolicy
 
 __all__ = [
     "HFSharding",

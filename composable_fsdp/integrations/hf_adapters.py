@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.access.gather import gather_slot
-from composable_fsdp.access.unshard_params import unshard_params
-from composable_fsdp.flat.handle import find_leaf
+from composable_fsdp.features.init_weights import apply_whole
 from composable_fsdp.naming import listed
-from composable_fsdp.storage.contents import HeldParam, contents_of, units_in
+from composable_fsdp.storage.contents import HeldParam, contents_of
 from composable_fsdp.storage.tensors import whole_value
 
 _PREFIX = "base_model.model."
@@ -79,22 +78,15 @@ def merge_adapters(model: nn.Module) -> None:
         merge_adapters(model)
         save_pretrained(model, "merged", merged=True)
     """
-    by_unit: dict[int, list[Any]] = {}
     # PEFT warns of a second merge.
-    for _, layer in _adapter_layers(model):
-        # The unit that holds the first parameter of the layer holds all of them; 0
-        # stands for layers whose parameters are whole on every rank.
-        found = find_leaf(next(iter(layer.parameters())))
-        by_unit.setdefault(0 if found is None else id(found[0]), []).append(layer)
+    layers = {id(layer) for _, layer in _adapter_layers(model)}
+
+    def merge(module: Any) -> None:
+        if id(module) in layers:
+            module.merge()
+
     with torch.no_grad():
-        for layer in by_unit.pop(0, ()):
-            layer.merge()
-        for state in units_in(model):
-            # All ranks have the same layers in the same units.
-            if id(state.handle) in by_unit:
-                with unshard_params(state.module, recurse=False, writeback=True):
-                    for layer in by_unit[id(state.handle)]:
-                        layer.merge()
+        apply_whole(model, merge, "merge_adapters", wrappers=False)
 
 
 def _adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -25,7 +25,7 @@ from composable_fsdp.config import (
     ShardingStrategy,
     StateDictType,
 )
-from composable_fsdp.doors.fsdp2_policies import cpu_offload_of, mixed_precision_of
+from composable_fsdp.doors.fsdp2 import cpu_offload_of, mixed_precision_of
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.features.checkpoint import checkpoint
 from composable_fsdp.integrations.hf_adapters import has_adapters
@@ -33,7 +33,7 @@ from composable_fsdp.naming import did_you_mean
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.policies import SizePolicy, evaluate_policy
 from composable_fsdp.state_dict.settings import set_state_dict_type
-from composable_fsdp.tools.model_units import NoSplitPolicy
+from composable_fsdp.tools.models import NoSplitPolicy
 from composable_fsdp.tools.texts import SHORT_DTYPES
 
 M = TypeVar("M", bound=nn.Module)

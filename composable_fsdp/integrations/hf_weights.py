@@ -134,7 +134,13 @@ def write_weights(
 
     def rewrite(values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         kept = {name: values[own] for own, name in names.items() if own in values}
-        return to_file(base, kept)
+        if not _is_pretrained(base):
+            return kept
+        from transformers.core_model_loading import revert_weight_conversion
+
+        # Names and shapes decide on the conversion, so meta tensors will do.
+        made: dict[str, Tensor] = revert_weight_conversion(base, kept)
+        return {name: value.contiguous() for name, value in made.items()}
 
     wrote = export_module(folder / _TEMPORARY, model, max_bytes, rewrite=rewrite)
     with own:
@@ -259,17 +265,6 @@ def _base_of(model: Any) -> Any:
     return model.get_base_model() if has_adapters(model) else model
 
 
-def to_file(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of files for tensors of ``model``, by name, in their order."""
-    if not hasattr(model, "_weight_conversions") and not _is_pretrained(model):
-        return dict(values)
-    from transformers.core_model_loading import revert_weight_conversion
-
-    # Names and shapes decide on the conversion, so meta tensors will do.
-    made: dict[str, Tensor] = revert_weight_conversion(model, dict(values))
-    return {name: value.contiguous() for name, value in made.items()}
-
-
 def _is_pretrained(model: nn.Module) -> bool:
     """Return whether ``model`` is a model of transformers, without importing it."""
     # By name, because scripts without transformers import this module, too.
@@ -342,7 +337,10 @@ class FileSource(Source):
         parts = self._made[first]
         # A copy per use, because a converter collects the tensors that it is given.
         converter = copy.deepcopy(self._converters[parts[0][1]])
-        for name, pattern in sorted(parts, key=lambda part: _natural(part[0])):
+        # ``experts.10`` comes after ``experts.9``.
+        split = {name: re.split(r"(\d+)", name) for name, _ in parts}
+        order = {n: [int(p) if p.isdigit() else p for p in s] for n, s in split.items()}
+        for name, pattern in sorted(parts, key=lambda part: order[part[0]]):
             info = self._source.model[name]
             # Shapes only: nothing is read when the files are opened.
             if on_meta:
@@ -377,10 +375,3 @@ class FileSource(Source):
         """Close the files."""
         self._last = ("", {})
         self._source.close()
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts ``experts.10`` after ``experts.9``."""
-    return [
-        (int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")
-    ]

@@ -36,11 +36,12 @@ from composable_fsdp.tools.fake_world import (
     fake_tensors,
     is_wrapper,
     needing_gradients,
+    replaced,
+    tensors_of,
 )
 from composable_fsdp.tools.machine import ATTENTION, FUSED, MEMORY, PRODUCT, Cost
 from composable_fsdp.tools.memory import Activations
 from composable_fsdp.tools.sharding_plan import ShardingPlan
-from composable_fsdp.tools.simulated_world import replaced, tensors_of
 from composable_fsdp.tools.step_memory import Event, parents_of
 from composable_fsdp.tree.traversal import require_module
 

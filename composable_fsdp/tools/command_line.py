@@ -49,22 +49,24 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _number(text: str, *, whole: bool = False) -> float:
+def _number(text: str) -> float:
     """Return a finite number of 0 or above; "1e9" and "70_000" are numbers, too."""
     try:
         found = float(text)
     except ValueError:
         found = math.nan
     # A comparison with NaN is always false, so NaN would accept everything.
-    if not 0 <= found < math.inf or (whole and (found < 1 or not found.is_integer())):
-        what = "positive whole number" if whole else "number of 0 or above"
-        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 or above")
     return found
 
 
 def _count(text: str) -> int:
     """Return a positive whole number."""
-    return int(_number(text, whole=True))
+    found = _number(text)
+    if found < 1 or not found.is_integer():
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(found)
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -97,7 +99,6 @@ _KINDS: dict[str, dict[str, Any]] = {
     "dtype": {"type": _dtype, "choices": tuple(SHORT_DTYPES.values())},
     "prefetch": {"choices": ("pre", "post", "none")},
     "block": {"choices": ("row", "element", "tensor")},
-    "optimizer": {"choices": OPTIMIZERS},
     "machine": {"choices": MACHINES},
     "format": {"choices": FORMATS, "required": True},
 }
@@ -106,15 +107,6 @@ _KINDS: dict[str, dict[str, Any]] = {
 _JSON = """\
 --json
     print one JSON object instead of text; false under "ok" says that the command failed
-"""
-_MODEL = """\
---world-size N=8
-    ranks (GPUs) in all (default: 8)
---gpu-memory SIZE
-    memory of a GPU, as 80GiB: says whether the step fits
---batch BxT
-    shape of the input of a rank, as 4x2048 for 4 texts of 2048 tokens (default: the
-    inputs that the function of MODEL returns)
 """
 _OPTIONS = """\
 [units (default: found in the model)]
@@ -200,28 +192,19 @@ model MODEL?
     with --time: torch.compile fuses what is between matrix products
 --float8
     with --time: matrix products below the root are in float8
-{_MODEL}{_OPTIONS}--optimizer NAME=adamw
+--world-size N=8
+    ranks (GPUs) in all (default: 8)
+--gpu-memory SIZE
+    memory of a GPU, as 80GiB: says whether the step fits
+--batch BxT
+    shape of the input of a rank, as 4x2048 for 4 texts of 2048 tokens (default: the
+    inputs that the function of MODEL returns)
+{_OPTIONS}--optimizer NAME=adamw
     {", ".join(OPTIMIZERS)}, or bytes per parameter, as 2 (default: adamw)
 --checkpointing
     activation checkpointing of each unit; needs --batch
 """,
         ["train:build_model --world-size 64 --gpu-memory 80GiB"],
-        _MODEL_HELP,
-    ),
-    "simulate": (
-        "show memory, collectives and times of a training step, without GPUs",
-        f"""\
-model MODEL
-    see below; a function that applies fully_shard chooses units and options, else they
-    are those of plan without options
---trace FILE
-    write a trace for https://ui.perfetto.dev
-{_MODEL}--optimizer optimizer=adamw
-    the optimizer (default: adamw)
---max-norm X
-    clip gradients to this norm
-""",
-        ["train:build_model --batch 4x2048 --world-size 64 --trace step.json"],
         _MODEL_HELP,
     ),
     "inspect": (
@@ -292,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # What ``import composable_fsdp`` leaves to this function.
     import_module("composable_fsdp.features.defaults")
     errors = import_module("composable_fsdp.errors")
-    of_model = given.command in ("plan", "simulate")
+    of_model = given.command == "plan"
     home = "model_commands" if of_model else "checkpoint_commands"
     command = getattr(import_module(f"composable_fsdp.tools.{home}"), given.command)
     # A model and its arguments may raise more than a checkpoint.
@@ -340,6 +323,8 @@ class _Parser(argparse.ArgumentParser):
     """A parser that says which command, option or value was meant."""
 
     def error(self, message: str) -> NoReturn:
+        if "choice: 'simulate'" in message:
+            message = "call composable_fsdp.simulate(build, world_size=...) in Python"
         wrong = re.search(r"(?:choice: '|arguments: )([\w-]+)", message)
         _, _, choices = message.partition("(choose from ")
         known = re.findall(r"[\w-]+", choices) or re.findall(

@@ -1,4 +1,4 @@
-"""``python -m composable_fsdp plan`` and ``simulate``: a model without a GPU.
+"""``python -m composable_fsdp plan``: a model without a GPU.
 
 A command returns its report, as JSON has it, the report as text, and the exit status.
 ``fit`` says whether a model fits on a device, and what would make the model fit.
@@ -28,17 +28,15 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import size_text
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.tools import plan_models, plan_report
+from composable_fsdp.tools import models, plan_report
 from composable_fsdp.tools.activations import measure_activations
 from composable_fsdp.tools.command_line import split_words
 from composable_fsdp.tools.memory import Activations
-from composable_fsdp.tools.model_units import NoSplitPolicy, guess_units
+from composable_fsdp.tools.models import NoSplitPolicy, guess_units
 from composable_fsdp.tools.plan import plan as plan_of
 from composable_fsdp.tools.plan import replan
-from composable_fsdp.tools.sharding_plan import Forecast, forecast
-from composable_fsdp.tools.simulate import simulate as simulated_step
+from composable_fsdp.tools.sharding_plan import Forecast, ShardingPlan, forecast
 
 Answer = tuple[dict[str, Any], str, int]
 
@@ -62,10 +60,10 @@ def plan(given: argparse.Namespace) -> Answer:
         raise PlanError(
             "Write one MODEL: MODULE:FUNCTION or the path of a config.json; see --help."
         )
-    model = plan_models.load_model(given.hf or given.model, is_config=bool(given.hf))
+    model = models.load_model(given.hf or given.model, is_config=bool(given.hf))
     # A batch on the command line goes before inputs that the function returned.
     if given.batch:
-        model = model._replace(inputs=plan_models.inputs_for(model, given.batch))
+        model = model._replace(inputs=models.inputs_for(model, given.batch))
     # On meta a cast changes dtypes and copies nothing.
     if given.dtype:
         model.module.to(getattr(torch, given.dtype))
@@ -77,20 +75,7 @@ def plan(given: argparse.Namespace) -> Answer:
         **chosen,
         **_options_of(given),
     )
-    saved = None
-    if model.inputs is not None:
-        if plan_models.is_sharded(model.module):
-            raise PlanError(
-                f"plan counts activations before sharding, and {model.source} shards "
-                "its model itself. Let the function return the unsharded model and "
-                "select --units, leave the batch out, or run simulate."
-            )
-        how = {"loss": model.loss, "checkpointing": given.checkpointing}
-        saved = measure_activations(model.module, planned, model.inputs, **how)
-    # Without a batch, the report says that activations are left out.
-    elif given.checkpointing or given.time:
-        option = "checkpointing" if given.checkpointing else "time"
-        raise PlanError(f"--{option} needs --batch, as --batch 1x4096.")
+    saved = _activations(model, planned, given)
     found = forecast(planned, optimizer=given.optimizer, activations=saved)
     report = plan_report.report_of(found, source=model.source, units_from=units_from)
     if given.gpu_memory is not None:
@@ -105,6 +90,26 @@ def plan(given: argparse.Namespace) -> Answer:
         text += f"\n\nwrote {given.plot}"
     # Without ``--gpu-memory`` there is nothing to fit into.
     return report, text, int(not report.get("fit", {}).get("fits", True))
+
+
+def _activations(
+    model: models.Model, planned: ShardingPlan, given: argparse.Namespace
+) -> Activations | None:
+    """Return the activations of the batch, if there is a batch."""
+    # The report says if activations are left out.
+    if model.inputs is None:
+        for option in ("checkpointing", "time"):
+            if getattr(given, option):
+                raise PlanError(f"--{option} needs --batch, as --batch 1x4096.")
+        return None
+    if models.is_sharded(model.module):
+        raise PlanError(
+            f"plan counts activations before sharding, and {model.source} shards its "
+            "model itself. Let the function return the unsharded model and select "
+            "--units, leave the batch out, or call simulate in Python."
+        )
+    how = {"loss": model.loss, "checkpointing": given.checkpointing}
+    return measure_activations(model.module, planned, model.inputs, **how)
 
 
 def _add_time(
@@ -131,40 +136,8 @@ def _add_time(
         )
 
 
-def simulate(given: argparse.Namespace) -> Answer:
-    """Simulate the step, write the trace, and return the report."""
-    make = plan_models.maker_of(given.model)
-
-    def build() -> tuple[Any, ...]:
-        model = make()
-        # A batch on the command line goes before inputs that the function returned.
-        batch = given.batch and plan_models.inputs_for(model, given.batch)
-        return model.module, batch or model.inputs, model.loss
-
-    build.__name__ = given.model
-    found = simulated_step(
-        build,
-        world_size=given.world_size,
-        optimizer=given.optimizer,
-        max_norm=given.max_norm,
-    )
-    report, lines = {"model": given.model, **found.as_dict()}, [str(found)]
-    if given.gpu_memory:
-        need = found.peak.memory.total
-        report |= {"fits": need <= given.gpu_memory, "gpu_memory": given.gpu_memory}
-        verdict = "fits" if report["fits"] else "does not fit"
-        lines.append(f"{verdict}: {size_text(need)} of {size_text(given.gpu_memory)}")
-    if given.trace:
-        found.save_trace(given.trace)
-        report["trace"] = str(given.trace)
-        lines.append(f"trace, for https://ui.perfetto.dev: {given.trace}")
-    text = f"{given.model}: " + "\n".join(lines)
-    # Without ``--gpu-memory`` there is nothing to fit into.
-    return report, text, int(not report.get("fits", True))
-
-
 def _units_of(
-    model: plan_models.Model, given: argparse.Namespace
+    model: models.Model, given: argparse.Namespace
 ) -> tuple[dict[str, Any], str]:
     """Return the policy or the units that the arguments select, and how they do."""
     classes, units = given.unit_class, given.units
@@ -176,7 +149,7 @@ def _units_of(
         text = f"modules of class {', '.join(classes)}"
         return {"policy": NoSplitPolicy(classes)}, text
     # A function of MODEL that shards has chosen its units itself.
-    if not units and plan_models.is_sharded(model.module):
+    if not units and models.is_sharded(model.module):
         return {}, f"those that {model.source} shards"
     names, text = (units, ", ".join(units)) if units else guess_units(model.module)
     return {"units": names}, text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -23,8 +24,7 @@ from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import lay_out_again, plan_targets
 from composable_fsdp.planning.policies import AnyPolicy, evaluate_policy
 from composable_fsdp.planning.unit_plan import UnitPlan
-from composable_fsdp.tools.model_units import chosen_units
-from composable_fsdp.tools.plan_models import check_sizes
+from composable_fsdp.tools.models import check_sizes, chosen_units
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import require_module, walk_states
@@ -136,7 +136,7 @@ def plan(
     # As ``fully_shard(module)`` would shard it next: the walk takes sharded units for
     # boundaries and leaves their parameters alone.
     targets = plan_targets([module], request)
-    rest = ShardingPlan(tuple(target.plan for target in targets), ranks)
+    rest = ShardingPlan(tuple(map(attrgetter("plan"), targets)), ranks)
     if kept is None:
         return rest
     # Names of units are unique: a module is in one of the two plans.

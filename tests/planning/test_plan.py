@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp.compose.registry import set_state
-from composable_fsdp.config import Block
 from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.layout import ParameterSpec, RegionLayout, row_block
 from composable_fsdp.planning.options import UnitOptions
@@ -43,21 +42,6 @@ def test_the_peak_is_a_sum_that_can_be_worked_out_by_hand() -> None:
     )
     assert cuda == cpu._replace(optimizer=2 * kept)
     assert 2 * cuda.total == 6 * kept + 10 * MATRIX
-
-
-def test_few_rows_are_noted_with_the_way_out() -> None:
-    """Fewer rows than ranks pad a matrix; single elements, as the note says, do not."""
-    model = nn.Sequential(nn.Linear(64, 2, bias=False))
-
-    by_row = plan(model, world_size=16)
-    by_element = plan(model, world_size=16, block=Block.ELEMENT)
-
-    assert len(by_row.warnings) == 1
-    assert "0.weight" in by_row.warnings[0]
-    assert "padding is 700%" in by_row.warnings[0]
-    assert "Block.ELEMENT" in by_row.warnings[0]
-    assert by_element.warnings == ()
-    assert by_element.padded_numel == by_element.numel
 
 
 def test_the_report_names_every_unit_and_the_totals() -> None:

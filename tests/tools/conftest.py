@@ -45,14 +45,8 @@ def in_sequence():
 def plain_layers():
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
 
-def small():
-    return Net(blocks=3)
-
 def with_inputs():
     return Net(), torch.zeros(2, 16, dtype=torch.long)
-
-def small_with_inputs():
-    return small(), torch.zeros(2, 8, dtype=torch.long)
 
 def with_loss():
     return *with_inputs(), lambda logits: logits.repeat(1, 1, 40).exp().sum()

@@ -82,7 +82,7 @@ def test_export_makes_files_of_the_size_that_was_asked_for(
         ("export", "a", "b", "--max-shard-size", "much"),
         ("diff", "a", "b", "--tolerance", "nan"),
         ("plan", "a", "--world-size", "nan"),
-        ("simulate", "a", "--max-norm", "-1"),
+        ("simulate", "a"),
     ],
 )
 def test_wrong_usage_is_status_2(run: Run, arguments: tuple[str, ...]) -> None:
@@ -124,7 +124,7 @@ def layer(): return nn.Linear(8, 8)
         (("plan", "m.py:number"), 2, "expects to return a module"),
         (("plan", "m.py:layer", "--plot", "no/p.png"), 2, "no/p.png: No such file"),
         (("plan", "--hf", "model.json"), 2, "Validation error"),
-        (("simulate", "m.py:layer", "--batch", "2x3"), 2, "fake tensors"),
+        (("plan", "m.py:layer", "--batch", "2x3"), 2, "fake tensors"),
         (("inspect", "m.py"), 1, "is no checkpoint"),
         (("inspect", "list.pt"), 1, "holds a list"),
         (("verify", "m.py"), 1, "is no checkpoint"),
@@ -196,8 +196,8 @@ def test_help_does_not_wait_for_torch_and_commands_get_what_they_need(
 
     for wanted in (["--help"], ["--version"], ["plan", "--help"]):
         assert not re.search(r"\| +torch$", lines(*wanted), re.MULTILINE)
-    found = lines("simulate", "m.py:layer", "--batch", "2x8", "--world-size", "2")
-    assert "1 x reduce_scatter" in found
+    found = lines("plan", "m.py:layer", "--batch", "2x8", "--world-size", "2")
+    assert "1 reduce-scatter" in found
     assert re.search(r"features\.guard\.watch$", found, re.MULTILINE)
 
 

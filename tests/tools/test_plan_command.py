@@ -14,7 +14,7 @@ import torch
 from composable_fsdp import MixedPrecision, forecast, plan
 from composable_fsdp.naming import size_text
 from composable_fsdp.tools import measure_activations
-from composable_fsdp.tools.plan_models import load_model
+from composable_fsdp.tools.models import load_model
 from composable_fsdp.tools.plan_report import KINDS
 from tests.architectures.zoo import ARCHITECTURES, needs_transformers
 from tests.support.scripts import Run

@@ -33,7 +33,7 @@ from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.planning.options import by_name
 from composable_fsdp.planning.walk import has_forward
-from composable_fsdp.tools.model_units import NoSplitPolicy
+from composable_fsdp.tools.models import NoSplitPolicy
 
 
 class ShardedPrecision(trainer.Precision):
