@@ -17,7 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.access import manual
 from composable_fsdp.access.settings import set_reshard_after_forward
-from composable_fsdp.config import Placement, ShardingStrategy, StateDictType
+from composable_fsdp.config import (
+    Placement,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictSettings,
+    StateDictType,
+)
 from composable_fsdp.doors.fsdp2_module import FSDPModule, change_class
 from composable_fsdp.doors.fsdp2_policies import (
     DataParallelMeshDims,
@@ -31,7 +38,6 @@ from composable_fsdp.entries import fully_shard as own
 from composable_fsdp.errors import PlanError, warn
 from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import quoted
-from composable_fsdp.state_dict.settings import set_unit_type
 
 P = ParamSpec("P")
 
@@ -140,7 +146,9 @@ def fully_shard(
     state = own.fully_shard.state(modules[0])
     assert state is not None
     # FSDP2's state dicts send nothing and hold the parts of each rank.
-    set_unit_type(state, StateDictType.SHARDED_STATE_DICT)
+    kind = StateDictType.SHARDED_STATE_DICT
+    configs = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+    state.settings.state_dict = StateDictSettings(kind, *configs)
     # Nor is ``.grad`` None on a rank without rows.
     state.handle.rule.keeps_empty = True
     for region in state.handle.layout.trainable:

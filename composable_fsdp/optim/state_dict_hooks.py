@@ -7,15 +7,21 @@ the hooks at its first step, or at an earlier call about it of this package or o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.comm.meeting import Call, exchange, meet
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.flat import residency
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.naming import quoted
@@ -41,7 +47,9 @@ from composable_fsdp.optim.step_checks import (
     handles_of,
     steps_on_full_params,
 )
-from composable_fsdp.state_dict.dcp_caller import DcpRequest, dcp_request
+from composable_fsdp.phases import Residency
+from composable_fsdp.runtime.recover import require_between_steps
+from composable_fsdp.state_dict.dcp_caller import MODULE, DcpRequest, dcp_request
 from composable_fsdp.state_dict.settings import rank_0_is_first
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _get_module_fsdp_state
@@ -49,10 +57,6 @@ from composable_fsdp.tree.traversal import _get_fsdp_states
 
 Optimizer = torch.optim.Optimizer
 StateDict = dict[str, Any]
-
-SHOWN_ON_ALL: list[Callable[[Tensor], bool]] = []
-"""Each says whether every rank shows the state of a parameter, also a rank without
-elements, as for modules that ``composable_fsdp.fsdp2`` has sharded."""
 
 
 def install_optimizer_hooks(optim: object) -> None:
@@ -88,19 +92,93 @@ def install_optimizer_hooks(optim: object) -> None:
                 values[key] = part_for(named, key, value)
 
 
-def prepare_for_dcp(optim: object) -> bool:
-    """Register both hooks; return whether some rank uses ``optim``, by an exchange."""
+def _with_init_step(run: Callable[[Any], None], optim: Any) -> None:
+    """Run DCP's function that makes an optimizer create its state, if no rank has any.
+
+    torch decides by the state and the gradients of this rank, which are missing on a
+    rank without elements. Collective: an exchange per shard group.
+    """
     install_optimizer_hooks(optim)
-    if not isinstance(optim, Optimizer):
-        return False
-    steps_on_full_params(optim)
-    grads = (p.grad for group in optim.param_groups for p in group["params"])
-    is_used = bool(optim.state) or any(grad is not None for grad in grads)
-    # A rank that asks alone must not come to the exchange.
-    groups = _met(optim, handles_of(optim), "state_dict or load_state_dict of DCP")
-    for group in groups:
-        is_used = any(each.value for each in exchange(None, is_used, group))
-    return is_used
+    is_used = False
+    if isinstance(optim, Optimizer):
+        steps_on_full_params(optim)
+        grads = (p.grad for group in optim.param_groups for p in group["params"])
+        is_used = bool(optim.state) or any(grad is not None for grad in grads)
+        # A rank that asks alone must not come to the exchange.
+        what = "state_dict or load_state_dict of DCP"
+        for group in _met(optim, handles_of(optim), what):
+            is_used = any(each.value for each in exchange(None, is_used, group))
+    if not is_used:
+        run(optim)
+
+
+def _with_sharded_leaves(
+    run: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a DCP function for optimizers while modules show the sharded parameters."""
+    states = _get_fsdp_states(model)
+    shown = [s.handle for s in states if s.handle.residency is Residency.UNSHARDED]
+    for handle in shown:
+        residency.use_sharded(handle)
+    try:
+        # An optimizer made after a load with ``assign`` holds parameters that the units
+        # have to adopt before hooks look.
+        for state in states:
+            require_between_steps(state, "state of an optimizer")
+        return run(model, *args, **kwargs)
+    finally:
+        for handle in shown:
+            # A call that found the shards replaced has resharded the unit.
+            if handle.residency is Residency.HIDDEN:
+                residency.use_full(handle)
+
+
+def wrap_dcp() -> None:
+    """Put wrappers around functions of DCP, now or when it is imported."""
+    # Importing DCP takes longer than importing this package.
+    if MODULE in sys.modules:
+        _put_in_front(sys.modules[MODULE])
+    elif _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+
+
+def _put_in_front(module: ModuleType) -> None:
+    """Put wrappers around the functions of DCP for optimizers, once."""
+    for name, front in (
+        ("_get_optim_state_dict", _with_sharded_leaves),
+        ("_load_optim_state_dict", _with_sharded_leaves),
+        ("_init_optim_state", _with_init_step),
+    ):
+        function = getattr(module, name)
+        if not isinstance(function, partial):
+            setattr(module, name, wraps(function)(partial(front, function)))
+
+
+class _Finder(MetaPathFinder):
+    """A module finder that puts wrappers in place after DCP's module was executed."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        """Return the spec of other finders, with a loader that does more."""
+        if name != MODULE:
+            return None
+        # Taken out meanwhile: the other finders are asked through this one.
+        sys.meta_path.remove(self)
+        try:
+            spec = find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
+        loader: Any = spec and spec.loader
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            _put_in_front(module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+_FINDER = _Finder()
 
 
 def _met(
@@ -150,13 +228,14 @@ def _on_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
 
 
 def _own(optim: Optimizer, state_dict: StateDict) -> StateDict:
-    """Return what a user sees. Collective: names, if ``SHOWN_ON_ALL`` says so."""
+    """Return what a user sees. Collective: names, for units of FSDP2's door."""
     members = _members(optim, state_dict["param_groups"])
     absent = [named for named in members.values() if named.has_absent]
-    # Equal on all ranks: the plan says which parameters a rank lacks, and all ranks
-    # have sharded their modules by the same function.
-    on_all = all(any(says(n.parameter) for says in SHOWN_ON_ALL) for n in absent)
-    handles = [named.handle for named in absent] if on_all else []
+    # Equal on all ranks: the plan says which parameters a rank lacks. As FSDP2, which
+    # keeps state of every parameter on every rank, with empty tensors.
+    handles = [named.handle for named in absent if named.handle is not None]
+    if not all(handle.rule.keeps_empty for handle in handles):
+        handles = []
     groups = _met(optim, handles, "optimizer.state_dict()")
     state = sharded_values(members, state_dict["state"], groups, alone=not groups)
     shown = {key: state[key] for key in members if key in state}

@@ -8,20 +8,16 @@ arguments of the function of DCP that calls them, in its frame::
       -> _get_model_state_dict(model, info)
         -> module.state_dict() -> hook            dcp_request() reads model and info
 
-Three functions for optimizers get a wrapper besides. Names checked on torch 2.13 and
-2.11: the functions and their variables, and ``full_state_dict`` and ``cpu_offload`` of
-``info``.
+Names checked on torch 2.13 and 2.11: the functions and their variables, and
+``full_state_dict`` and ``cpu_offload`` of ``info``.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
-from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from math import prod
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,14 +25,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat import residency
-from composable_fsdp.phases import Residency
 from composable_fsdp.planning.partition import Box
-from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.tree.traversal import _get_fsdp_states
 
 _PACKAGE = "torch.distributed.checkpoint"
-_MODULE = f"{_PACKAGE}.state_dict"
+MODULE = f"{_PACKAGE}.state_dict"
+"""The module of DCP that calls state dicts."""
 
 
 class DcpRequest(NamedTuple):
@@ -62,7 +55,7 @@ def _running(*functions: str) -> Mapping[str, Any] | None:
 
 def dcp_request() -> DcpRequest | None:
     """Return the options of the running DCP call; None if no call is running."""
-    if _MODULE not in sys.modules:
+    if MODULE not in sys.modules:
         return None
     given = _running(
         "_get_model_state_dict",
@@ -74,87 +67,6 @@ def dcp_request() -> DcpRequest | None:
         return None
     info = given["info"]
     return DcpRequest(given["model"], info.full_state_dict, info.cpu_offload)
-
-
-Call = Callable[..., Any]
-"""Any function."""
-
-BEFORE_OPTIMIZER: list[Callable[[object], bool]] = []
-"""Each prepares an optimizer for DCP, and says whether it is in use on some rank."""
-
-
-def _with_init_step(run: Call, optim: object) -> Any:
-    """Run DCP's function that makes an optimizer create its state, if it has none."""
-    # torch decides by the state and the gradients of this rank, which are missing on a
-    # rank without elements.
-    return None if any(each(optim) for each in BEFORE_OPTIMIZER) else run(optim)
-
-
-def _with_sharded_leaves(run: Call, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a DCP function for optimizers while modules show the sharded parameters."""
-    states = _get_fsdp_states(model)
-    shown = [s.handle for s in states if s.handle.residency is Residency.UNSHARDED]
-    for handle in shown:
-        residency.use_sharded(handle)
-    try:
-        # An optimizer made after a load with ``assign`` holds parameters that the units
-        # have to adopt before hooks look.
-        for state in states:
-            require_between_steps(state, "state of an optimizer")
-        return run(model, *args, **kwargs)
-    finally:
-        for handle in shown:
-            # A call that found the shards replaced has resharded the unit.
-            if handle.residency is Residency.HIDDEN:
-                residency.use_full(handle)
-
-
-def install() -> None:
-    """Put wrappers around functions of torch, now or when DCP is imported."""
-    # Importing DCP takes longer than importing this package.
-    if _MODULE in sys.modules:
-        _put_in_front(sys.modules[_MODULE])
-    elif _FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, _FINDER)
-
-
-def _put_in_front(module: ModuleType) -> None:
-    """Put wrappers around the functions of DCP for optimizers, once."""
-    for name, front in (
-        ("_get_optim_state_dict", _with_sharded_leaves),
-        ("_load_optim_state_dict", _with_sharded_leaves),
-        ("_init_optim_state", _with_init_step),
-    ):
-        function = getattr(module, name)
-        if not isinstance(function, partial):
-            setattr(module, name, wraps(function)(partial(front, function)))
-
-
-class _Finder(MetaPathFinder):
-    """A module finder that puts wrappers in place after DCP's module was executed."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Return the spec of other finders, with a loader that does more."""
-        if name != _MODULE:
-            return None
-        # Taken out meanwhile: the other finders are asked through this one.
-        sys.meta_path.remove(self)
-        try:
-            spec = find_spec(name)
-        finally:
-            sys.meta_path.insert(0, self)
-        loader: Any = spec and spec.loader
-        run = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            _put_in_front(module)
-
-        loader.exec_module = exec_module
-        return spec
-
-
-_FINDER = _Finder()
 
 
 def chunks(boxes: Sequence[Box]) -> list[Any]:

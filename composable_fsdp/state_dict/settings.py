@@ -96,12 +96,6 @@ def set_state_dict_type(
     return before
 
 
-def set_unit_type(state: _FSDPState, kind: StateDictType) -> None:
-    """Set the type of the state dicts of a unit, with default configurations."""
-    model_form, optim_form = _CONFIGS[kind]
-    state.settings.state_dict = StateDictSettings(kind, model_form(), optim_form())
-
-
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     """Return the settings of the units in ``module``; the default is full tensors.
 
