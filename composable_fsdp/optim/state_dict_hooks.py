@@ -49,8 +49,12 @@ from composable_fsdp.optim.step_checks import (
 )
 from composable_fsdp.phases import Residency
 from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.state_dict.dcp_caller import MODULE, DcpRequest, dcp_request
-from composable_fsdp.state_dict.settings import rank_0_is_first
+from composable_fsdp.state_dict.settings import (
+    DCP_STATE_DICT,
+    DcpRequest,
+    dcp_request,
+    rank_0_is_first,
+)
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _get_module_fsdp_state
 from composable_fsdp.tree.traversal import _get_fsdp_states
@@ -136,8 +140,8 @@ def _with_sharded_leaves(
 def wrap_dcp() -> None:
     """Put wrappers around functions of DCP, now or when it is imported."""
     # Importing DCP takes longer than importing this package.
-    if MODULE in sys.modules:
-        _put_in_front(sys.modules[MODULE])
+    if DCP_STATE_DICT in sys.modules:
+        _put_in_front(sys.modules[DCP_STATE_DICT])
     elif _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
 
@@ -159,7 +163,7 @@ class _Finder(MetaPathFinder):
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """Return the spec of other finders, with a loader that does more."""
-        if name != MODULE:
+        if name != DCP_STATE_DICT:
             return None
         # Taken out meanwhile: the other finders are asked through this one.
         sys.meta_path.remove(self)
