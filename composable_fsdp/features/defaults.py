@@ -22,8 +22,10 @@ from composable_fsdp.features.shown_units import show_units
 from composable_fsdp.features.versions import tell_untested
 from composable_fsdp.flat.gradients import HOOK_WATCHES
 from composable_fsdp.lazy import later
+from composable_fsdp.optim.state_dict_hooks import prepare_for_dcp
 from composable_fsdp.optim.step_hooks import FIRST_STEPS, install_step_hooks
 from composable_fsdp.runtime.recover import GradientOrder
+from composable_fsdp.state_dict.dcp_caller import BEFORE_OPTIMIZER
 from composable_fsdp.state_dict.hooks import install_state_dict_hooks
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree import moments
@@ -98,5 +100,6 @@ moments.NAME_NONFINITE.append(
     later("composable_fsdp.features.nonfinite", "name_nonfinite")
 )
 HOOK_WATCHES.append(later("composable_fsdp.features.audit.first_step", "around_hook"))
+BEFORE_OPTIMIZER.append(prepare_for_dcp)
 # Construction only makes a tensor, so ``torch.load(weights_only=True)`` may do so.
 add_safe_globals([ShardedValue])

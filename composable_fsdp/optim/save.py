@@ -19,15 +19,14 @@ from composable_fsdp.config import (
     FullOptimStateDictConfig,
     StateDictType,
 )
-from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import takes_optimizer
 from composable_fsdp.optim.flat_state import (
     Values,
-    is_wrapper,
     originals,
+    plain_values,
     unflatten_state,
 )
 from composable_fsdp.optim.names import (
@@ -269,32 +268,6 @@ def local_state_dict(optim: Optimizer) -> dict[str, Any]:
         if is_absent(parameter) and is_empty(state.get(number, {})):
             state.pop(number, None)
     return {**found, "state": state}
-
-
-def plain_values(optim: Optimizer, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the state ``values`` of a parameter with quantized tensors dequantized."""
-    if not any(map(is_wrapper, values.values())):
-        return values
-    return {
-        name: _dequantised(optim, name, value) if is_wrapper(value) else value
-        for name, value in values.items()
-    }
-
-
-def _dequantised(optim: Optimizer, name: str, value: Any) -> Tensor:
-    """Return ``value.dequantize()``, or raise CheckpointError without that method."""
-    # ``Tensor.dequantize`` reads memory, which wrappers do not have.
-    if type(value).dequantize is not Tensor.dequantize:
-        plain: Tensor = value.dequantize()
-        if type(plain) is Tensor and plain.shape == value.shape:
-            return plain
-    raise CheckpointError(
-        f"{type(optim).__name__}'s state {name!r} is a {type(value).__name__}, which "
-        "wraps other tensors; expected plain tensors, or a subclass whose dequantize() "
-        "gives one of the same shape. Save it by torch.save(optim.state_dict()) on "
-        "each rank, under StateDictType.SHARDED_STATE_DICT, or use an optimizer with "
-        "plain state."
-    )
 
 
 def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:

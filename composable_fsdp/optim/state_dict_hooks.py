@@ -7,26 +7,21 @@ the hooks at its first step, or at an earlier call about it of this package or o
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from functools import partial, wraps
-from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from composable_fsdp.comm.meeting import Call, exchange, meet
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat import residency
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.flat_state import (
     BY_NAME,
+    OriginalView,
     Values,
     flatten_state,
     has_flats,
@@ -43,18 +38,11 @@ from composable_fsdp.optim.sharded import (
     sharded_values,
 )
 from composable_fsdp.optim.step_checks import (
-    cut_leaf,
     handles_of,
     steps_on_full_params,
 )
-from composable_fsdp.phases import Residency
-from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.state_dict.settings import (
-    DCP_STATE_DICT,
-    DcpRequest,
-    dcp_request,
-    rank_0_is_first,
-)
+from composable_fsdp.state_dict.dcp_caller import DcpRequest, dcp_request
+from composable_fsdp.state_dict.settings import rank_0_is_first
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _get_module_fsdp_state
 from composable_fsdp.tree.traversal import _get_fsdp_states
@@ -84,7 +72,7 @@ def install_optimizer_hooks(optim: object) -> None:
     optim.register_load_state_dict_pre_hook(_on_load_state_dict)
     # State that was loaded before may hold sharded values.
     for parameter, values in optim.state.items():
-        named = _named(parameter)
+        ref = find_param(parameter)
         for key, value in values.items():
             if isinstance(value, ShardedValue) and find_flat(parameter) is not None:
                 raise CheckpointError(
@@ -92,97 +80,29 @@ def install_optimizer_hooks(optim: object) -> None:
                     f"{quoted(key)} before its first step, and could not join it. "
                     f"{BY_NAME}"
                 )
-            if isinstance(value, ShardedValue) and named is not None:
-                values[key] = part_for(named, key, value)
+            if isinstance(value, ShardedValue) and ref is not None:
+                values[key] = part_for(Named(ref.name, parameter, ref), key, value)
 
 
-def _with_init_step(run: Callable[[Any], None], optim: Any) -> None:
-    """Run DCP's function that makes an optimizer create its state, if no rank has any.
-
-    torch decides by the state and the gradients of this rank, which are missing on a
-    rank without elements. Collective: an exchange per shard group.
-    """
+def originals_of(optim: Any) -> OriginalView:
+    """Take up state that was loaded before; return a view of ``optim`` by originals."""
     install_optimizer_hooks(optim)
-    is_used = False
-    if isinstance(optim, Optimizer):
-        steps_on_full_params(optim)
-        grads = (p.grad for group in optim.param_groups for p in group["params"])
-        is_used = bool(optim.state) or any(grad is not None for grad in grads)
-        # A rank that asks alone must not come to the exchange.
-        what = "state_dict or load_state_dict of DCP"
-        for group in _met(optim, handles_of(optim), what):
-            is_used = any(each.value for each in exchange(None, is_used, group))
-    if not is_used:
-        run(optim)
+    return OriginalView(optim)
 
 
-def _with_sharded_leaves(
-    run: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any
-) -> Any:
-    """Run a DCP function for optimizers while modules show the sharded parameters."""
-    states = _get_fsdp_states(model)
-    shown = [s.handle for s in states if s.handle.residency is Residency.UNSHARDED]
-    for handle in shown:
-        residency.use_sharded(handle)
-    try:
-        # An optimizer made after a load with ``assign`` holds parameters that the units
-        # have to adopt before hooks look.
-        for state in states:
-            require_between_steps(state, "state of an optimizer")
-        return run(model, *args, **kwargs)
-    finally:
-        for handle in shown:
-            # A call that found the shards replaced has resharded the unit.
-            if handle.residency is Residency.HIDDEN:
-                residency.use_full(handle)
-
-
-def wrap_dcp() -> None:
-    """Put wrappers around functions of DCP, now or when it is imported."""
-    # Importing DCP takes longer than importing this package.
-    if DCP_STATE_DICT in sys.modules:
-        _put_in_front(sys.modules[DCP_STATE_DICT])
-    elif _FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, _FINDER)
-
-
-def _put_in_front(module: ModuleType) -> None:
-    """Put wrappers around the functions of DCP for optimizers, once."""
-    for name, front in (
-        ("_get_optim_state_dict", _with_sharded_leaves),
-        ("_load_optim_state_dict", _with_sharded_leaves),
-        ("_init_optim_state", _with_init_step),
-    ):
-        function = getattr(module, name)
-        if not isinstance(function, partial):
-            setattr(module, name, wraps(function)(partial(front, function)))
-
-
-class _Finder(MetaPathFinder):
-    """A module finder that puts wrappers in place after DCP's module was executed."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Return the spec of other finders, with a loader that does more."""
-        if name != DCP_STATE_DICT:
-            return None
-        # Taken out meanwhile: the other finders are asked through this one.
-        sys.meta_path.remove(self)
-        try:
-            spec = find_spec(name)
-        finally:
-            sys.meta_path.insert(0, self)
-        loader: Any = spec and spec.loader
-        run = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            _put_in_front(module)
-
-        loader.exec_module = exec_module
-        return spec
-
-
-_FINDER = _Finder()
+def prepare_for_dcp(optim: object) -> bool:
+    """Register both hooks; return whether some rank uses ``optim``, by an exchange."""
+    install_optimizer_hooks(optim)
+    if not isinstance(optim, Optimizer):
+        return False
+    steps_on_full_params(optim)
+    grads = (p.grad for group in optim.param_groups for p in group["params"])
+    is_used = bool(optim.state) or any(grad is not None for grad in grads)
+    # A rank that asks alone must not come to the exchange.
+    groups = _met(optim, handles_of(optim), "state_dict or load_state_dict of DCP")
+    for group in groups:
+        is_used = any(each.value for each in exchange(None, is_used, group))
+    return is_used
 
 
 def _met(
@@ -195,19 +115,13 @@ def _met(
     return found
 
 
-def _named(parameter: Any, *, whole: bool = False) -> Named | None:
-    """Return the named parameter if it is sharded, else None."""
-    ref = find_param(parameter) if whole else cut_leaf(parameter)
-    return None if ref is None else Named(ref.name, parameter, ref)
-
-
-def _members(optim: Optimizer, groups: Any, *, whole: bool = False) -> dict[Any, Named]:
+def _members(optim: Optimizer, groups: Any) -> dict[Any, Named]:
     """Return parameters of units by the keys that ``groups`` of the state dict use."""
     return {
-        key: named
+        key: Named(ref.name, parameter, ref)
         for saved, own in zip(groups, originals(optim.param_groups), strict=False)
         for key, parameter in zip(saved["params"], own["params"], strict=False)
-        if (named := _named(parameter, whole=whole)) is not None
+        if (ref := find_param(parameter)) is not None
     }
 
 
@@ -224,7 +138,7 @@ def _on_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
         return _full(optim, state_dict, asked)
     # In a checkpoint, what every rank holds whole is a sharded value, too, so that a
     # load checks that the file has all elements.
-    members = _members(optim, state_dict["param_groups"], whole=True)
+    members = _members(optim, state_dict["param_groups"])
     units = _get_fsdp_states(asked.model)
     given, groups = state_dict["state"], shard_groups(units)
     state = sharded_values(members, given, groups, alone=False, units=units)
@@ -233,7 +147,8 @@ def _on_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
 
 def _own(optim: Optimizer, state_dict: StateDict) -> StateDict:
     """Return what a user sees. Collective: names, for units of FSDP2's door."""
-    members = _members(optim, state_dict["param_groups"])
+    found = _members(optim, state_dict["param_groups"])
+    members = {key: named for key, named in found.items() if named.is_cut}
     absent = [named for named in members.values() if named.has_absent]
     # Equal on all ranks: the plan says which parameters a rank lacks. As FSDP2, which
     # keeps state of every parameter on every rank, with empty tensors.
@@ -264,7 +179,8 @@ def _full(optim: Optimizer, given: StateDict, asked: DcpRequest) -> StateDict:
     """Return full state under the optimizer's own keys. Collective: ``full_state``."""
     # Units of which this rank holds parts, in the optimizer's order.
     members = _members(optim, given["param_groups"]).values()
-    handles = [named.handle for named in members if named.handle is not None]
+    cut = [named for named in members if named.is_cut]
+    handles = [named.handle for named in cut if named.handle is not None]
     first_only = asked.to_cpu and all(rank_0_is_first(h.groups) for h in handles)
     full = full_state(
         asked.model, optim, given, first_only=first_only, to_cpu=asked.to_cpu
@@ -285,7 +201,7 @@ def _full(optim: Optimizer, given: StateDict, asked: DcpRequest) -> StateDict:
 def _on_load_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
     """Return this rank's part of the given state dict, ready to load."""
     _refuse_torchs_functions(optim)
-    members = _members(optim, state_dict["param_groups"], whole=True)
+    members = _members(optim, state_dict["param_groups"])
     state = {
         key: _parts(members[key], values) if key in members else values
         for key, values in state_dict["state"].items()

@@ -25,7 +25,7 @@ from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import times_replaced
 from composable_fsdp.flat.residency import count_step, is_counting_steps
 from composable_fsdp.naming import listed
-from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks, wrap_dcp
+from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import (
     handles_of,
     parameters_of,
@@ -92,7 +92,6 @@ def install_step_hooks() -> None:
     if not _applications:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(after_step)
-        wrap_dcp()
     _applications += 1
 
 

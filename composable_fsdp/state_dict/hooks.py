@@ -39,6 +39,7 @@ from composable_fsdp.naming import quoted, strip_wrapper
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.runtime.recover import before_shard_write, require_between_steps
+from composable_fsdp.state_dict import dcp_caller
 from composable_fsdp.state_dict.full import (
     Shown,
     forget_values,
@@ -77,6 +78,8 @@ _running: dict[_FSDPState, _Saving] = {}
 
 def install_state_dict_hooks(state: _FSDPState, owned: Iterable[nn.Module]) -> None:
     """Install the hooks on the modules that a unit owns, called once, at build."""
+    # DCP's functions must be wrapped before DCP first calls a state dict of this model.
+    dcp_caller.install()
     owners = set(map(id, state.handle.layout.owners))
     for module in owned:
         # Other modules have no values of the unit in or below them.

@@ -1,4 +1,4 @@
-"""The type of the state dicts that a model returns and loads: as set, or as DCP asks.
+"""Set the type of the state dicts that a model returns and loads.
 
 Each unit holds the setting, so the setting also applies to ``state_dict()`` of any
 module that contains the unit.
@@ -6,11 +6,8 @@ module that contains the unit.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -33,6 +30,7 @@ from composable_fsdp.config import (
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import by_fields, by_name
+from composable_fsdp.state_dict.dcp_caller import dcp_request
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
@@ -141,53 +139,6 @@ def state_dict_type(
     finally:
         for state, settings in zip(states, before, strict=True):
             state.settings.state_dict = settings
-
-
-# DCP (torch.distributed.checkpoint) gathers only torch's own sharded tensors, and takes
-# other results of ``module.state_dict()`` and ``optim.state_dict()`` as they are. So
-# hooks look up what the function of DCP that calls them was given, in its frame.
-
-_PACKAGE = "torch.distributed.checkpoint"
-DCP_STATE_DICT = f"{_PACKAGE}.state_dict"
-"""The module of DCP that calls state dicts."""
-
-
-class DcpRequest(NamedTuple):
-    """The options of a running DCP call, and the model that DCP was given."""
-
-    model: nn.Module
-    full: bool
-    """Full tensors instead of sharded values."""
-    to_cpu: bool
-    """Copy the tensors to host memory."""
-
-
-def running_dcp(*functions: str) -> Mapping[str, Any] | None:
-    """Return the variables of the innermost of these functions of DCP that runs."""
-    # Checked on torch 2.13 and 2.11: the functions and their variables.
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name in functions and module.startswith(_PACKAGE):
-            return frame.f_locals
-        frame = frame.f_back
-    return None
-
-
-def dcp_request() -> DcpRequest | None:
-    """Return the options of the running DCP call; None if no call is running."""
-    if DCP_STATE_DICT not in sys.modules:
-        return None
-    given = running_dcp(
-        "_get_model_state_dict",
-        "_get_optim_state_dict",
-        "_load_model_state_dict",
-        "_load_optim_state_dict",
-    )
-    if given is None:
-        return None
-    info = given["info"]
-    return DcpRequest(given["model"], info.full_state_dict, info.cpu_offload)
 
 
 def effective_settings(state: _FSDPState) -> StateDictSettings:

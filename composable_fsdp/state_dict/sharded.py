@@ -18,16 +18,15 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+import composable_fsdp.state_dict.dcp_caller as dcp
 from composable_fsdp.access.gather import gather_part
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.param_form import ParamForm
 from composable_fsdp.planning.partition import Box, interval_boxes, moved
-from composable_fsdp.state_dict.settings import running_dcp
 
 Op = Callable[..., Any]
 
@@ -112,6 +111,9 @@ class ShardedValue(Tensor):
         value.local, value.offset, value.shard_numel = local, offset, shard_numel
         value.rank, value.world_size = rank, world_size
         value.home, value.within = home, within
+        # Unpickled, perhaps in a process that saves without having made a unit.
+        if home is None:
+            dcp.install()
         return value
 
     # All decisions are made in __torch_dispatch__, so skip the dispatch before.
@@ -241,61 +243,12 @@ class ShardedValue(Tensor):
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
         """Return DCP's write items for the boxes."""
-        from torch.distributed.checkpoint import planner
-        from torch.distributed.checkpoint.metadata import (
-            MetadataIndex,
-            TensorProperties,
-        )
-
         parts = self.world_size * (1 if self.within is None else self.within[2])
-        saving = running_dcp("_save_state_dict")
-        # With ``no_dist`` a single process saves, also inside an initialized group.
-        ranks = 1
-        if dist.is_initialized() and not (saving and saving["no_dist"]):
-            ranks = dist.get_world_size(saving["process_group"] if saving else None)
-        # Of a save on a single rank DCP does not check that the boxes cover the tensor,
-        # and a load would leave the other elements as they were.
-        if ranks < parts:
-            raise CheckpointError(
-                f"{fqn!r} is in {parts} parts, got {ranks} ranks to save it: "
-                "the checkpoint would have holes. Save on all ranks that hold parts, "
-                "or take the state dict under FULL_STATE_DICT."
-            )
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            planner.WriteItem(
-                MetadataIndex(fqn, chunk.offsets),
-                planner.WriteItemType.SHARD,
-                tensor_data=planner.TensorWriteData(chunk, properties, self.shape),
-            )
-            for chunk in self._chunks()
-        ]
-
-    def _chunks(self) -> list[Any]:
-        """Return a ``ChunkStorageMetadata`` per box."""
-        # Here, because importing DCP takes longer than importing this package.
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in self.boxes
-        ]
+        return dcp.write_items(fqn, self.local, self.shape, self.boxes, parts=parts)
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Return DCP's chunks to load, of which a checkpoint must hold the whole."""
-        reading = running_dcp("_create_read_items") or {}
-        # DCP reads what the checkpoint has, and leaves the other elements as they were.
-        for box in self.boxes if reading else ():
-            # The chunks of a checkpoint do not overlap: each element counts once.
-            found = sum(_overlap(box, chunk) for chunk in reading["md"].chunks)
-            if found != box.numel:
-                raise CheckpointError(
-                    f"{reading['fqn']!r} is not whole in the checkpoint: of the box at "
-                    f"{box.offsets} of size {box.sizes} it has {found} of {box.numel} "
-                    "elements. It was saved by too few ranks, or with parts missing; "
-                    "take one that all ranks saved."
-                )
-        return self._chunks()
+        """Return DCP's chunks to load for the boxes."""
+        return dcp.CheckedChunks(self.boxes)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Return the box at ``index.offset``, as a view of ``local``; for DCP."""
@@ -340,13 +293,6 @@ def describe(value: ShardedValue) -> str:
         f"elements [{value.start}, {value.stop}) of {prod(value._inner)} on rank "
         f"{value.rank} of {value.world_size}{place}"
     )
-
-
-def _overlap(box: Box, chunk: Any) -> int:
-    """Return the number of elements that a box and a saved chunk share."""
-    cut = zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
-    # Not below 0 each: the product of two negative lengths would count.
-    return prod(max(0, min(a + n, b + m) - max(a, b)) for a, n, b, m in cut)
 
 
 def local_of(value: Any) -> Any:
