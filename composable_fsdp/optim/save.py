@@ -101,14 +101,23 @@ def optim_state_dict(
     # Each rank's own shards are local, and may be asked for by a rank alone.
     if not is_local:
         kind = settings.state_dict_type.name
-        meet_for_state(units, _WHAT, kind, first_only=first_only)
+        # With and without ``rank0_only`` other collectives are sent.
+        first = ("rank0_only=True",) if first_only else ()
+        meet_for_state(units, _WHAT, kind, *first)
         for unit in units:
             require_all_data(unit.handle, outermost(unit).handle, _WHAT)
     given = local_state_dict(optim) if optim_state_dict is None else optim_state_dict
     to_cpu = config.offload_to_cpu
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
         return full_state(model, optim, given, first_only=first_only, to_cpu=to_cpu)
-    return sharded_state(model, optim, given, to_cpu=to_cpu, alone=is_local)
+    groups = [] if is_local else shard_groups(units)
+    members, saved = _by_name(model, optim, given, units, groups)
+    named = {each.fqn: each for each in members}
+    state = sharded_values(named, saved["state"], groups, alone=is_local, units=units)
+    if is_local:
+        forget_homes(state)
+    state = {fqn: _copy(values, to_cpu) for fqn, values in state.items() if values}
+    return {**saved, "state": state}
 
 
 def full_state(
@@ -142,26 +151,6 @@ def full_state(
     for each in sorted(sorted_units, key=lambda unit: unit[0][0].fqn):
         _gather(each, result, first_only=first_only, to_cpu=to_cpu)
     return {**saved, "state": result} if wanted else {}
-
-
-def sharded_state(
-    model: nn.Module,
-    optim: Optimizer,
-    given: dict[str, Any],
-    *,
-    to_cpu: bool,
-    alone: bool = False,
-) -> dict[str, Any]:
-    """Return copies in sharded values. Collective: names, unless ``alone``."""
-    units = _get_fsdp_states(model)
-    groups = [] if alone else shard_groups(units)
-    members, saved = _by_name(model, optim, given, units, groups)
-    named = {each.fqn: each for each in members}
-    state = sharded_values(named, saved["state"], groups, alone=alone, units=units)
-    if alone:
-        forget_homes(state)
-    state = {fqn: _copy(values, to_cpu) for fqn, values in state.items() if values}
-    return {**saved, "state": state}
 
 
 def _by_name(
