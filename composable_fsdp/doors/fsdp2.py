@@ -17,14 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.access import manual
 from composable_fsdp.access.settings import set_reshard_after_forward
-from composable_fsdp.config import (
-    Placement,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictSettings,
-    StateDictType,
-)
+from composable_fsdp.config import Placement, ShardingStrategy
 from composable_fsdp.doors.fsdp2_module import FSDPModule, change_class
 from composable_fsdp.doors.fsdp2_policies import (
     DataParallelMeshDims,
@@ -38,6 +31,7 @@ from composable_fsdp.entries import fully_shard as own
 from composable_fsdp.errors import PlanError, warn
 from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import quoted
+from composable_fsdp.state_dict.settings import SHARDED_BY_DEFAULT
 
 P = ParamSpec("P")
 
@@ -146,9 +140,7 @@ def fully_shard(
     state = own.fully_shard.state(modules[0])
     assert state is not None
     # FSDP2's state dicts send nothing and hold the parts of each rank.
-    kind = StateDictType.SHARDED_STATE_DICT
-    configs = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-    state.settings.state_dict = StateDictSettings(kind, *configs)
+    state.settings.state_dict = SHARDED_BY_DEFAULT
     # Nor is ``.grad`` None on a rank without rows.
     state.handle.rule.keeps_empty = True
     for region in state.handle.layout.trainable:

@@ -133,45 +133,54 @@ def _to_load(
     # The optimizer may get state before its first step.
     install_optimizer_hooks(optim)
     units = _get_fsdp_states(model)
-    ranks, senders = _routes_of(units, group) if from_first else ((), ())
-    is_first = all(each.rank() == 0 for each in senders)
+    ranks: Route = ()
+    senders: Route = ()
     if from_first:
+        ranks, senders = _routes_of(units, group)
         # The first rank sends over the data ranks alone.
         refuse_forms([unit.handle for unit in units], f"{what} with rank0_only")
         # Only the call is compared, because the state is the first rank's.
         meet(ranks, Call(what, details=("rank0_only=True",)))
-    outline = _shared(_outline(saved), senders) if senders else None
+    is_first = all(each.rank() == 0 for each in senders)
+    given = saved if is_first else None
+    outline = _shared(_outline(given), senders)
     with require_success_on_all_ranks(ranks):
         for state in units:
             require_between_steps(state, what)
         table = name_parameters(model, optim.param_groups, given_names(optim))
-        saved = state_by_name(saved if is_first else outline, table, what)
+        saved = state_by_name(given if is_first else outline, table, what)
         # Before the first tensor is gathered or sent.
-        if is_first:
-            _require_fit(optim, table, saved["state"], from_first=bool(senders))
+        _require_fit(optim, table, saved["state"], from_first=bool(senders))
     # No rank sends, so only meetings tell that a rank loads alone.
     if not local and not from_first:
         meet_for_state(units, what, replicas=True)
-    state_of = {}
+    state_of = _own_state(table.members, saved["state"], senders)
+    groups = aligned_groups(table, saved)
+    names = [name for each in groups for name in each["params"]]
+    keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
+    for each in groups:
+        each["params"] = [keys[name] for name in each["params"]]
+    return {
+        "state": {keys[name]: state_of[name] for name in names if name in state_of},
+        "param_groups": groups,
+    }
+
+
+def _own_state(
+    members: list[Named], saved: Mapping[str, Mapping[str, Any]], senders: Route
+) -> dict[str, dict[str, Any]]:
+    """Return copies of this rank's state by name. Collective: as ``_shared``."""
+    found = {}
     # By name: the order of parameters may differ between ranks.
-    for member in sorted(table.members, key=attrgetter("fqn")):
-        if member.fqn in saved["state"]:
-            values = _shared(saved["state"][member.fqn], senders)
+    for member in sorted(members, key=attrgetter("fqn")):
+        if member.fqn in saved:
+            values = _shared(saved[member.fqn], senders)
             parts = {key: _part(member, key, values[key]) for key in sorted(values)}
             # No step would update state of a parameter without elements here. In the
             # saved order of the state names, as a plain optimizer has them.
             if not member.is_absent:
-                state_of[member.fqn] = {key: parts[key] for key in values}
-    groups = aligned_groups(table, saved)
-    names = [name for each in groups for name in each["params"]]
-    keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
-    return {
-        "state": {keys[name]: state_of[name] for name in names if name in state_of},
-        "param_groups": [
-            {**each, "params": [keys[name] for name in each["params"]]}
-            for each in groups
-        ],
-    }
+                found[member.fqn] = {key: parts[key] for key in values}
+    return found
 
 
 def _part(named: Named, name: str, value: Any) -> Any:

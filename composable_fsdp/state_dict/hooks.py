@@ -289,13 +289,19 @@ def load_from_state_dict(
             self._load_state_dict_post_hooks[key] = partial(_on_whole_values, hook)
     code = chain(self._load_state_dict_pre_hooks.values(), [load, own.set_extra_state])
     only = self if all(map(_is_known, code)) else None
-    kinds = {type(v) for key, v in state_dict.items() if key.startswith(prefix)}
-    # Under any type of state dict, code of the user may be given either.
-    is_plain = kind is StateDictType.FULL_STATE_DICT or kinds & {Tensor, nn.Parameter}
-    sharded = only is not None or not is_plain or ShardedValue in kinds
+    sharded = only is not None or _gives_sharded(
+        {type(v) for key, v in state_dict.items() if key.startswith(prefix)}, kind
+    )
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     with _values_shown(state, sharded=sharded, only=only, assign=assign):
         return load(self, *given, *lists, error_msgs)
+
+
+def _gives_sharded(kinds: set[type], kind: StateDictType) -> bool:
+    """Return whether code of the user sees sharded values, by classes of entries."""
+    # Under any type of state dict either may be given.
+    is_plain = kind is StateDictType.FULL_STATE_DICT or kinds & {Tensor, nn.Parameter}
+    return not is_plain or ShardedValue in kinds
 
 
 _LOAD_EVERYWHERE = (

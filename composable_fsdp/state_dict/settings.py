@@ -43,6 +43,9 @@ _CONFIGS: dict[
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
 }
 """The configuration classes of each type, of the model and of the optimizer."""
+SHARDED_BY_DEFAULT = StateDictSettings(
+    _SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+)
 
 
 def set_state_dict_type(
