@@ -32,7 +32,7 @@ from composable_fsdp.errors import PlanError, warn
 from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import by_fields
-from composable_fsdp.state_dict.settings import set_live_type
+from composable_fsdp.state_dict.settings import LIVE
 from composable_fsdp.tree.root import ensure_root, share_streams
 
 P = ParamSpec("P")
@@ -228,7 +228,7 @@ def fully_shard(
     state = own.fully_shard.state(modules[0])
     assert state is not None
     # FSDP2's state dicts send nothing and hold the shards of each rank.
-    set_live_type(state)
+    state.settings.state_dict = LIVE
     # Nor is ``.grad`` None on a rank without rows.
     state.handle.rule.keeps_empty = True
     for region in state.handle.layout.trainable:

@@ -28,7 +28,6 @@ from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.state_dict_hooks import SHOWN_ON_ALL
 from composable_fsdp.tree.state import _get_module_fsdp_state
 
 _OF_DTENSORS = ("full_tensor", "placements", "device_mesh", "to_local")
@@ -52,8 +51,6 @@ def change_torch() -> None:
     scaler: Any = torch.amp.GradScaler
     if not hasattr(scaler._unscale_grads_, _MARK):
         scaler._unscale_grads_ = _unscale_by_kind(scaler._unscale_grads_)
-        # FSDP2 keeps state of every parameter on every rank, with empty tensors.
-        SHOWN_ON_ALL.append(_is_of_the_door)
 
 
 def _clip_by_kind(plain: Any) -> Any:

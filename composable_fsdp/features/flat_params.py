@@ -56,8 +56,8 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
 
     Collective: none; all ranks should call alike.
     Raises: CompositionError, if ``module`` holds no unit, or holds parameters of a unit
-    that is not in ``module``; PlanError, for parameters that tensor parallelism cuts;
-    PhaseError, inside forward, backward or ``unshard_params``.
+    that is not in ``module``; PlanError, under tensor parallelism; PhaseError, inside
+    forward, backward or ``unshard_params``.
 
     >>> optim = AdamW(flat_parameters(model), foreach=True)
     """
@@ -80,7 +80,7 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
                 "a unit. Pass the fully sharded module, or the whole model."
             )
     # Their state is one interval of a region, and of rectangles none of a whole.
-    refuse_forms((state.handle for state in states), _WHAT)
+    refuse_forms(_get_fsdp_handles(module), _WHAT)
     for state in states:
         require_between_steps(state, _WHAT)
         # Regions are either trainable or frozen: lay the unit out anew first, if the

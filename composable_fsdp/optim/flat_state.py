@@ -12,11 +12,13 @@ equal to go back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.flat_parameter import FLAT_PARAMS, FlatParamRecord, find_flat
@@ -288,3 +290,118 @@ def _brief(value: Any) -> str:
     if isinstance(value, Tensor):
         return str(value.item()) if value.numel() == 1 else f"of {tuple(value.shape)}"
     return repr(value)
+
+
+class OriginalView:
+    """An optimizer by original parameters, which a flat parameter may have joined."""
+
+    def __init__(self, optim: Any) -> None:
+        self.optim = optim
+        self.param_groups = originals(optim.param_groups)
+        found = (find_flat(p) for g in optim.param_groups for p in g["params"])
+        self._flats = [(each[1], parts_of(*each)) for each in found if each is not None]
+        self._places = {
+            id(part.ref.leaf): (flat, part)
+            for flat, parts in self._flats
+            for part in parts
+        }
+        self._made: dict[tuple[nn.Parameter, str], Tensor] = {}
+
+    def state_of(self, leaf: Any) -> Values:
+        """Return the state of an original; of a flat parameter's, new views."""
+        place = self._places.get(id(leaf))
+        # ``optim.state`` is a defaultdict, and a read must not add a key.
+        if place is None:
+            values: Values = self.optim.state.get(leaf, {})
+            return values
+        flat, part = place
+        return values_of(part, flat, self.optim.state.get(flat.parameter, {}))
+
+    def plain_state_of(self, leaf: Any) -> Values:
+        """Return the state of an original, with quantized tensors dequantized."""
+        return plain_values(self.optim, self.state_of(leaf))
+
+    def new_state(self, leaf: Any, name: str, dtype: torch.dtype) -> Tensor:
+        """Return memory for a new state of ``leaf``, in the shape of ``leaf``."""
+        place = self._places.get(id(leaf))
+        if place is None:
+            if is_dtensor(leaf):
+                return torch.empty_like(leaf, dtype=dtype, requires_grad=False)
+            return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
+        # Views of one tensor, which ``load_state_dict`` then takes without a copy.
+        flat, part = place
+        key = flat.parameter, name
+        if key not in self._made:
+            zeros = leaf.detach().new_zeros(flat.layout.shard_numel, dtype=dtype)
+            self._made[key] = zeros
+        return part.view(self._made[key])
+
+    def keep_given(self, leaf: Any, given: Values) -> None:
+        """Restore dtypes and containers that torch has changed of a loaded state."""
+        # Optimizers keep ``step`` where their options say.
+        kept = {name: value for name, value in given.items() if name != "step"}
+        kept = tree_map_only(Tensor, lambda t: t.to(leaf.device), kept)
+        place = self._places.get(id(leaf))
+        if place is not None:
+            flat, part = place
+            cut = {k: v for k, v in kept.items() if part.is_elementwise(k, v)}
+            self.write(leaf, cut)
+            leaf, kept = flat.parameter, {k: kept[k] for k in kept if k not in cut}
+        self.optim.state[leaf].update(kept)
+
+    def write(self, leaf: Any, values: Values) -> None:
+        """Write states of ``leaf``, if need be into those of its flat parameter."""
+        place = self._places.get(id(leaf))
+        if place is None:
+            self.optim.state[leaf].update(values)
+            return
+        flat, part = place
+        whole = self.optim.state[flat.parameter]
+        for name, value in values.items():
+            if part.is_elementwise(name, value):
+                if name not in whole:
+                    # Zeros for the other originals.
+                    whole[name] = value.new_zeros(flat.layout.shard_numel)
+                whole[name] = whole[name].to(value.dtype)
+                part.view(whole[name]).copy_(value.view(part.ref.leaf.shape))
+            elif name not in whole or same_scalar(whole[name], value):
+                whole[name] = value
+            else:
+                # All originals of a flat parameter share this scalar.
+                raise CheckpointError(
+                    f"Optimizer state {name!r} of {quoted(part.ref.name)} is "
+                    f"{whole[name]} and cannot be set to {value}: the parameters of "
+                    "its flat parameter have one value. Load all of them: "
+                    "optim_state_dict_to_load(model, optim, state)."
+                )
+
+    def require_joinable(self, given: Callable[[nn.Parameter], Values]) -> None:
+        """Refuse values that ``load_state_dict`` would refuse, before they are read."""
+        for _, parts in self._flats:
+            require_flattenable(parts, [given(part.ref.leaf) for part in parts])
+
+
+def plain_values(optim: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the state ``values`` of a parameter with quantized tensors dequantized."""
+    if not any(map(is_wrapper, values.values())):
+        return values
+    return {
+        name: _dequantised(optim, name, value) if is_wrapper(value) else value
+        for name, value in values.items()
+    }
+
+
+def _dequantised(optim: Any, name: str, value: Any) -> Tensor:
+    """Return ``value.dequantize()``, or raise CheckpointError without that method."""
+    # ``Tensor.dequantize`` reads memory, which wrappers do not have.
+    if type(value).dequantize is not Tensor.dequantize:
+        plain: Tensor = value.dequantize()
+        if type(plain) is Tensor and plain.shape == value.shape:
+            return plain
+    raise CheckpointError(
+        f"{type(optim).__name__}'s state {name!r} is a {type(value).__name__}, which "
+        "wraps other tensors; expected plain tensors, or a subclass whose dequantize() "
+        "gives one of the same shape. Save it by torch.save(optim.state_dict()) on "
+        "each rank, under StateDictType.SHARDED_STATE_DICT, or use an optimizer with "
+        "plain state."
+    )

@@ -1,4 +1,7 @@
-"""Load optimizer state: cut a plain model's state into this rank's shards."""
+"""Load optimizer state: cut a plain model's state into this rank's shards.
+
+Also FSDP1's older functions, and the state of a single parameter.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
+from composable_fsdp.access.gather import gather_slot
 from composable_fsdp.access.other_parts import Route, refuse_forms
+from composable_fsdp.access.single import find_parameter, unit_of
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import Call, meet, require_success_on_all_ranks
 from composable_fsdp.config import (
     FULL_BY_DEFAULT,
     FullOptimStateDictConfig,
+    ShardedOptimStateDictConfig,
     StateDictType,
 )
-from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import quoted, takes_optimizer
+from composable_fsdp.errors import CheckpointError, CompositionError
+from composable_fsdp.flat.param_ref import ParamRef
+from composable_fsdp.naming import did_you_mean, listed, quoted, takes_optimizer
+from composable_fsdp.optim.flat_state import OriginalView, originals
 from composable_fsdp.optim.names import (
     Named,
     Table,
@@ -33,12 +42,17 @@ from composable_fsdp.optim.names import (
     require_pair,
     state_by_name,
 )
-from composable_fsdp.optim.save import full_state, local_state_dict, sharded_state
-from composable_fsdp.optim.sharded import part_for, part_problem, unlike_part
+from composable_fsdp.optim.save import optim_state_dict
+from composable_fsdp.optim.sharded import (
+    part_for,
+    part_problem,
+    require_same_state,
+    unlike_part,
+)
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.state_dict.settings import get_state_dict_type
+from composable_fsdp.state_dict.settings import get_state_dict_type, state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states
@@ -119,45 +133,54 @@ def _to_load(
     # The optimizer may get state before its first step.
     install_optimizer_hooks(optim)
     units = _get_fsdp_states(model)
-    ranks, senders = _routes_of(units, group) if from_first else ((), ())
-    is_first = all(each.rank() == 0 for each in senders)
+    ranks: Route = ()
+    senders: Route = ()
     if from_first:
+        ranks, senders = _routes_of(units, group)
         # The first rank sends over the data ranks alone.
         refuse_forms([unit.handle for unit in units], f"{what} with rank0_only")
         # Only the call is compared, because the state is the first rank's.
         meet(ranks, Call(what, details=("rank0_only=True",)))
-    outline = _shared(_outline(saved), senders) if senders else None
+    is_first = all(each.rank() == 0 for each in senders)
+    given = saved if is_first else None
+    outline = _shared(_outline(given), senders)
     with require_success_on_all_ranks(ranks):
         for state in units:
             require_between_steps(state, what)
         table = name_parameters(model, optim.param_groups, given_names(optim))
-        saved = state_by_name(saved if is_first else outline, table, what)
+        saved = state_by_name(given if is_first else outline, table, what)
         # Before the first tensor is gathered or sent.
-        if is_first:
-            _require_fit(optim, table, saved["state"], from_first=bool(senders))
+        _require_fit(optim, table, saved["state"], from_first=bool(senders))
     # No rank sends, so only meetings tell that a rank loads alone.
     if not local and not from_first:
         meet_for_state(units, what, replicas=True)
-    state_of = {}
+    state_of = _own_state(table.members, saved["state"], senders)
+    groups = aligned_groups(table, saved)
+    names = [name for each in groups for name in each["params"]]
+    keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
+    for each in groups:
+        each["params"] = [keys[name] for name in each["params"]]
+    return {
+        "state": {keys[name]: state_of[name] for name in names if name in state_of},
+        "param_groups": groups,
+    }
+
+
+def _own_state(
+    members: list[Named], saved: Mapping[str, Mapping[str, Any]], senders: Route
+) -> dict[str, dict[str, Any]]:
+    """Return copies of this rank's state by name. Collective: as ``_shared``."""
+    found = {}
     # By name: the order of parameters may differ between ranks.
-    for member in sorted(table.members, key=attrgetter("fqn")):
-        if member.fqn in saved["state"]:
-            values = _shared(saved["state"][member.fqn], senders)
+    for member in sorted(members, key=attrgetter("fqn")):
+        if member.fqn in saved:
+            values = _shared(saved[member.fqn], senders)
             parts = {key: _part(member, key, values[key]) for key in sorted(values)}
             # No step would update state of a parameter without elements here. In the
             # saved order of the state names, as a plain optimizer has them.
             if not member.is_absent:
-                state_of[member.fqn] = {key: parts[key] for key in values}
-    groups = aligned_groups(table, saved)
-    names = [name for each in groups for name in each["params"]]
-    keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
-    return {
-        "state": {keys[name]: state_of[name] for name in names if name in state_of},
-        "param_groups": [
-            {**each, "params": [keys[name] for name in each["params"]]}
-            for each in groups
-        ],
-    }
+                found[member.fqn] = {key: parts[key] for key in values}
+    return found
 
 
 def _part(named: Named, name: str, value: Any) -> Any:
@@ -260,8 +283,9 @@ def full_optim_state_dict(
     ``optim_input`` and ``group`` are ignored. Collective, Raises: as
     ``optim_state_dict`` for the full type.
     """
-    given = _current(model, optim, "full_optim_state_dict", first_only=rank0_only)
-    return full_state(model, optim, given, first_only=rank0_only, to_cpu=True)
+    config = FullOptimStateDictConfig(rank0_only=rank0_only)
+    with state_dict_type(model, StateDictType.FULL_STATE_DICT, None, config):
+        return optim_state_dict(model, optim)
 
 
 def shard_full_optim_state_dict(
@@ -301,8 +325,9 @@ def sharded_optim_state_dict(
 
     Collective, Raises: as ``optim_state_dict`` for the sharded type.
     """
-    given = _current(model, optim, "sharded_optim_state_dict")
-    return sharded_state(model, optim, given, to_cpu=False)
+    config = ShardedOptimStateDictConfig(offload_to_cpu=False)
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT, None, config):
+        return optim_state_dict(model, optim)
 
 
 def flatten_sharded_optim_state_dict(
@@ -316,10 +341,107 @@ def flatten_sharded_optim_state_dict(
     return _to_load(model, optim, saved, what)
 
 
-def _current(
-    model: nn.Module, optim: Optimizer, what: str, *, first_only: bool = False
+# State of a single parameter, which a flat parameter may have joined.
+
+
+@takes_optimizer
+def get_full_optim_state(
+    model: nn.Module, optim: Optimizer, fqn: str
 ) -> dict[str, Any]:
-    """Return the optimizer's own state, after all ranks have called ``what``."""
+    """Return the state that ``optim`` keeps for a parameter, in full shapes.
+
+    ``fqn`` is its name in the plain model. The result, ``{name: value}``, has new
+    tensors on the compute device; it is ``{}`` before the first step, and for a
+    parameter that never had a gradient.
+
+    Collective: one exchange of state names, and per state one broadcast from each rank
+    that holds elements, over the shard group; all its ranks must call. None, if the
+    parameter is not sharded.
+    Raises: CompositionError, for a name that ``model`` or ``optim`` does not have, and
+    for an optimizer that needs whole parameters; CheckpointError, DesyncError,
+    PhaseError and TypeError, as ``optim_state_dict``.
+
+    >>> get_full_optim_state(model, optim, "head.weight")["exp_avg"]
+    """
+    named = _find(model, optim, fqn, "get_full_optim_state")
+    states = [OriginalView(optim).state_of(named.parameter)]
+    if named.ref is not None:
+        require_same_state([named], states)
+    result = dict(states[0])
+    # By name, because each state needs broadcasts, in the same order on all ranks.
+    for key, value in sorted(result.items()):
+        if named.ref is not None and named.is_cut and not named.is_scalar(key, value):
+            value = gather_slot(named.ref, value)
+        result[key] = value.detach().clone() if isinstance(value, Tensor) else value
+    return result
+
+
+@takes_optimizer
+@torch.no_grad()
+def set_full_optim_state(
+    model: nn.Module, optim: Optimizer, fqn: str, state: dict[str, Any]
+) -> None:
+    """Write optimizer state of a parameter from full values.
+
+    Each rank passes the same ``{name: value}``, tensors in the parameter's full shape
+    or scalars, and writes its part. State names that are left out keep their values.
+
+    Raises: as ``get_full_optim_state``; CheckpointError, for another shape or for a
+    name that the optimizer does not keep, before anything is written. A rank without
+    any state cannot check names.
+    """
+    named = _find(model, optim, fqn, "set_full_optim_state")
+    view = OriginalView(optim)
+    own: Any = view.state_of(named.parameter)
+    known = {key for values in optim.state.values() for key in values}
+    parts = {}
+    for key, value in state.items():
+        if known and key not in known:
+            raise CheckpointError(
+                f"set_full_optim_state: {type(optim).__name__} keeps no {key!r} for "
+                f"{quoted(fqn)}{did_you_mean(key, known)}. It keeps {listed(known)}."
+            )
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        if shape not in ((), named.shape):
+            raise CheckpointError(
+                f"set_full_optim_state expects {key!r} of {quoted(fqn)} as a scalar or "
+                f"in the parameter's full shape {named.shape}, got {shape}."
+            )
+        parts[key] = _replacing(named, key, value, own.get(key))
+    if not named.is_absent:
+        view.write(named.parameter, parts)
+
+
+def _replacing(named: Named, key: str, value: Any, before: Any) -> Any:
+    """Return a copy of this rank's part of a full value, in place of ``before``."""
+    if not isinstance(value, Tensor):
+        return value
+    # For a 0-d parameter the optimizer's own state tells.
+    if value.ndim or before is None or not named.is_scalar(key, before):
+        value = part_for(named, key, value)
+    # Optimizers keep ``step`` on the CPU.
+    if isinstance(before, Tensor):
+        value = value.to(before.device, before.dtype)
+    elif not named.is_scalar(key, value):
+        value = value.to(named.parameter.device)
+    return value.detach().clone()
+
+
+def _find(model: nn.Module, optim: Optimizer, fqn: str, what: str) -> Named:
+    """Find the parameter by name and check that ``optim`` holds the parameter."""
     require_pair(model, optim, what)
-    meet_for_state(_get_fsdp_states(model), what, first_only=first_only)
-    return local_state_dict(optim)
+    found = find_parameter(model, fqn, what)
+    ref = found if isinstance(found, ParamRef) else None
+    named = Named(fqn, found.leaf if isinstance(found, ParamRef) else found, ref)
+    units = [] if ref is None else [unit_of(ref)]
+    # Reading sends over the shard group; writing must be the same in replicas.
+    meet_for_state(units, what, repr(fqn), replicas=what.startswith("set"))
+    install_optimizer_hooks(optim)
+    require_elementwise(optim)
+    held = [p for group in originals(optim.param_groups) for p in group["params"]]
+    if all(p is not named.parameter for p in held):
+        raise CompositionError(
+            f"{what}: parameter {quoted(fqn)} is not in the {type(optim).__name__}. "
+            "Pass the optimizer that trains it."
+        )
+    return named

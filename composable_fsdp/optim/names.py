@@ -256,13 +256,9 @@ def meet_for_state(
     units: Sequence[_FSDPState],
     what: str,
     *details: str,
-    first_only: bool = False,
     replicas: bool = False,
 ) -> None:
     """Wait until every rank of the units calls ``what``."""
-    # With and without ``rank0_only`` other collectives are sent.
-    if first_only:
-        details += ("rank0_only=True",)
     meet_over(units, Call(what, details=details), replicas=replicas)
 
 

@@ -19,13 +19,12 @@ from composable_fsdp.config import (
     FullOptimStateDictConfig,
     StateDictType,
 )
-from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import takes_optimizer
 from composable_fsdp.optim.flat_state import (
     Values,
-    is_wrapper,
     originals,
+    plain_values,
     unflatten_state,
 )
 from composable_fsdp.optim.names import (
@@ -100,14 +99,23 @@ def optim_state_dict(
     # Each rank's own shards are local, and may be asked for by a rank alone.
     if not is_local:
         kind = settings.state_dict_type.name
-        meet_for_state(units, _WHAT, kind, first_only=first_only)
+        # With and without ``rank0_only`` other collectives are sent.
+        first = ("rank0_only=True",) if first_only else ()
+        meet_for_state(units, _WHAT, kind, *first)
         for unit in units:
             require_all_data(unit.handle, outermost(unit).handle, _WHAT)
     given = local_state_dict(optim) if optim_state_dict is None else optim_state_dict
     to_cpu = config.offload_to_cpu
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
         return full_state(model, optim, given, first_only=first_only, to_cpu=to_cpu)
-    return sharded_state(model, optim, given, to_cpu=to_cpu, alone=is_local)
+    groups = [] if is_local else shard_groups(units)
+    members, saved = _by_name(model, optim, given, units, groups)
+    named = {each.fqn: each for each in members}
+    state = sharded_values(named, saved["state"], groups, alone=is_local, units=units)
+    if is_local:
+        forget_homes(state)
+    state = {fqn: _copy(values, to_cpu) for fqn, values in state.items() if values}
+    return {**saved, "state": state}
 
 
 def full_state(
@@ -141,26 +149,6 @@ def full_state(
     for each in sorted(sorted_units, key=lambda unit: unit[0][0].fqn):
         _gather(each, result, first_only=first_only, to_cpu=to_cpu)
     return {**saved, "state": result} if wanted else {}
-
-
-def sharded_state(
-    model: nn.Module,
-    optim: Optimizer,
-    given: dict[str, Any],
-    *,
-    to_cpu: bool,
-    alone: bool = False,
-) -> dict[str, Any]:
-    """Return copies in sharded values. Collective: names, unless ``alone``."""
-    units = _get_fsdp_states(model)
-    groups = [] if alone else shard_groups(units)
-    members, saved = _by_name(model, optim, given, units, groups)
-    named = {each.fqn: each for each in members}
-    state = sharded_values(named, saved["state"], groups, alone=alone, units=units)
-    if alone:
-        forget_homes(state)
-    state = {fqn: _copy(values, to_cpu) for fqn, values in state.items() if values}
-    return {**saved, "state": state}
 
 
 def _by_name(
@@ -249,32 +237,6 @@ def local_state_dict(optim: Optimizer) -> dict[str, Any]:
         if is_absent(parameter) and is_empty(state.get(number, {})):
             state.pop(number, None)
     return {**found, "state": state}
-
-
-def plain_values(optim: Optimizer, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the state ``values`` of a parameter with quantized tensors dequantized."""
-    if not any(map(is_wrapper, values.values())):
-        return values
-    return {
-        name: _dequantised(optim, name, value) if is_wrapper(value) else value
-        for name, value in values.items()
-    }
-
-
-def _dequantised(optim: Optimizer, name: str, value: Any) -> Tensor:
-    """Return ``value.dequantize()``, or raise CheckpointError without that method."""
-    # ``Tensor.dequantize`` reads memory, which wrappers do not have.
-    if type(value).dequantize is not Tensor.dequantize:
-        plain: Tensor = value.dequantize()
-        if type(plain) is Tensor and plain.shape == value.shape:
-            return plain
-    raise CheckpointError(
-        f"{type(optim).__name__}'s state {name!r} is a {type(value).__name__}, which "
-        "wraps other tensors; expected plain tensors, or a subclass whose dequantize() "
-        "gives one of the same shape. Save it by torch.save(optim.state_dict()) on "
-        "each rank, under StateDictType.SHARDED_STATE_DICT, or use an optimizer with "
-        "plain state."
-    )
 
 
 def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -196,9 +196,7 @@ def require_same_state(
         raise failure.rebuilt()
     for mine, said, places in zip(own, outcomes, cut.values(), strict=True):
         told = [each.value for each in said]
-        for rank, theirs in enumerate(told):
-            for fqn in sorted(mine.keys() ^ theirs.keys()):
-                raise _differing(fqn, "here", mine.get(fqn), rank, theirs.get(fqn))
+        _require_same_names(mine, told)
         for fqn, i in places.items():
             _take(members[i], states, i, [each[fqn] for each in told])
 
@@ -233,6 +231,13 @@ def _entry(named: Named, values: Values) -> _Entry:
                 pickle.dumps(value)
                 told[key] = value, True
     return _Entry(keys, told)
+
+
+def _require_same_names(mine: dict[str, _Entry], told: list[Any]) -> None:
+    """Refuse entries of a rank that are of other parameters than this rank's."""
+    for rank, theirs in enumerate(told):
+        for fqn in sorted(mine.keys() ^ theirs.keys()):
+            raise _differing(fqn, "here", mine.get(fqn), rank, theirs.get(fqn))
 
 
 def _take(

@@ -7,7 +7,7 @@ the hooks at its first step, or at an earlier call about it of this package or o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.flat_state import (
     BY_NAME,
+    OriginalView,
     Values,
     flatten_state,
     has_flats,
@@ -37,7 +38,6 @@ from composable_fsdp.optim.sharded import (
     sharded_values,
 )
 from composable_fsdp.optim.step_checks import (
-    cut_leaf,
     handles_of,
     steps_on_full_params,
 )
@@ -49,10 +49,6 @@ from composable_fsdp.tree.traversal import _get_fsdp_states
 
 Optimizer = torch.optim.Optimizer
 StateDict = dict[str, Any]
-
-SHOWN_ON_ALL: list[Callable[[Tensor], bool]] = []
-"""Each says whether every rank shows the state of a parameter, also a rank without
-elements, as for modules that ``composable_fsdp.fsdp2`` has sharded."""
 
 
 def install_optimizer_hooks(optim: object) -> None:
@@ -76,7 +72,7 @@ def install_optimizer_hooks(optim: object) -> None:
     optim.register_load_state_dict_pre_hook(_on_load_state_dict)
     # State that was loaded before may hold sharded values.
     for parameter, values in optim.state.items():
-        named = _named(parameter)
+        ref = find_param(parameter)
         for key, value in values.items():
             if isinstance(value, ShardedValue) and find_flat(parameter) is not None:
                 raise CheckpointError(
@@ -84,8 +80,14 @@ def install_optimizer_hooks(optim: object) -> None:
                     f"{quoted(key)} before its first step, and could not join it. "
                     f"{BY_NAME}"
                 )
-            if isinstance(value, ShardedValue) and named is not None:
-                values[key] = part_for(named, key, value)
+            if isinstance(value, ShardedValue) and ref is not None:
+                values[key] = part_for(Named(ref.name, parameter, ref), key, value)
+
+
+def originals_of(optim: Any) -> OriginalView:
+    """Take up state that was loaded before; return a view of ``optim`` by originals."""
+    install_optimizer_hooks(optim)
+    return OriginalView(optim)
 
 
 def prepare_for_dcp(optim: object) -> bool:
@@ -113,19 +115,13 @@ def _met(
     return found
 
 
-def _named(parameter: Any, *, whole: bool = False) -> Named | None:
-    """Return the named parameter if it is sharded, else None."""
-    ref = find_param(parameter) if whole else cut_leaf(parameter)
-    return None if ref is None else Named(ref.name, parameter, ref)
-
-
-def _members(optim: Optimizer, groups: Any, *, whole: bool = False) -> dict[Any, Named]:
+def _members(optim: Optimizer, groups: Any) -> dict[Any, Named]:
     """Return parameters of units by the keys that ``groups`` of the state dict use."""
     return {
-        key: named
+        key: Named(ref.name, parameter, ref)
         for saved, own in zip(groups, originals(optim.param_groups), strict=False)
         for key, parameter in zip(saved["params"], own["params"], strict=False)
-        if (named := _named(parameter, whole=whole)) is not None
+        if (ref := find_param(parameter)) is not None
     }
 
 
@@ -142,7 +138,7 @@ def _on_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
         return _full(optim, state_dict, asked)
     # In a checkpoint, what every rank holds whole is a sharded value, too, so that a
     # load checks that the file has all elements.
-    members = _members(optim, state_dict["param_groups"], whole=True)
+    members = _members(optim, state_dict["param_groups"])
     units = _get_fsdp_states(asked.model)
     given, groups = state_dict["state"], shard_groups(units)
     state = sharded_values(members, given, groups, alone=False, units=units)
@@ -150,13 +146,15 @@ def _on_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
 
 
 def _own(optim: Optimizer, state_dict: StateDict) -> StateDict:
-    """Return what a user sees. Collective: names, if ``SHOWN_ON_ALL`` says so."""
-    members = _members(optim, state_dict["param_groups"])
+    """Return what a user sees. Collective: names, for units of FSDP2's door."""
+    found = _members(optim, state_dict["param_groups"])
+    members = {key: named for key, named in found.items() if named.is_cut}
     absent = [named for named in members.values() if named.has_absent]
-    # Equal on all ranks: the plan says which parameters a rank lacks, and all ranks
-    # have sharded their modules by the same function.
-    on_all = all(any(says(n.parameter) for says in SHOWN_ON_ALL) for n in absent)
-    handles = [named.handle for named in absent] if on_all else []
+    # Equal on all ranks: the plan says which parameters a rank lacks. As FSDP2, which
+    # keeps state of every parameter on every rank, with empty tensors.
+    handles = [named.handle for named in absent if named.handle is not None]
+    if not all(handle.rule.keeps_empty for handle in handles):
+        handles = []
     groups = _met(optim, handles, "optimizer.state_dict()")
     state = sharded_values(members, state_dict["state"], groups, alone=not groups)
     shown = {key: state[key] for key in members if key in state}
@@ -181,7 +179,8 @@ def _full(optim: Optimizer, given: StateDict, asked: DcpRequest) -> StateDict:
     """Return full state under the optimizer's own keys. Collective: ``full_state``."""
     # Units of which this rank holds parts, in the optimizer's order.
     members = _members(optim, given["param_groups"]).values()
-    handles = [named.handle for named in members if named.handle is not None]
+    cut = [named for named in members if named.is_cut]
+    handles = [named.handle for named in cut if named.handle is not None]
     first_only = asked.to_cpu and all(rank_0_is_first(h.groups) for h in handles)
     full = full_state(
         asked.model, optim, given, first_only=first_only, to_cpu=asked.to_cpu
@@ -202,7 +201,7 @@ def _full(optim: Optimizer, given: StateDict, asked: DcpRequest) -> StateDict:
 def _on_load_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
     """Return this rank's part of the given state dict, ready to load."""
     _refuse_torchs_functions(optim)
-    members = _members(optim, state_dict["param_groups"], whole=True)
+    members = _members(optim, state_dict["param_groups"])
     state = {
         key: _parts(members[key], values) if key in members else values
         for key, values in state_dict["state"].items()

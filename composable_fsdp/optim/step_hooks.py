@@ -163,7 +163,9 @@ def _count_writes(met: _KnownOptimizer) -> None:
     """Move versions that the step has not moved, as other steps and ranks do."""
     written: list[torch.Tensor] = []
     for handle in met.units():
-        unseen = met.uncounted and handle.phase is BACKWARD_PRE
+        # Steps that no rank counts matter only to a graph that waits for its backward.
+        if met.uncounted and handle.phase is not BACKWARD_PRE:
+            continue
         for region in handle.layout.trainable:
             # If this rank's gradients were cleared before the step, so were those of
             # other ranks; a rank that holds no elements cannot tell.
@@ -173,7 +175,7 @@ def _count_writes(met: _KnownOptimizer) -> None:
             # it is as the last reduction set it, and ``zero_grad`` does not clear it.
             shown, leaves = region.gradient.shown, region.leaves
             written += [leaves[index] for index in region.absent if shown[index]]
-            if unseen:
+            if met.uncounted:
                 written += [each for each in region.graded if each.grad is not None]
     if written:
         keys = zip(written, map(id, written), strict=True)

@@ -1,27 +1,30 @@
-"""What a running function of ``torch.distributed.checkpoint`` (DCP) was given.
+"""Pass the arguments of ``torch.distributed.checkpoint`` (DCP) functions to hooks.
 
 DCP gathers only torch's own sharded tensors, and takes other results of
-``module.state_dict()`` and ``optim.state_dict()`` as they are. So hooks look up the
-arguments of the function of DCP that calls them, in its frame::
+``module.state_dict()`` and ``optim.state_dict()`` as they are. So wrappers keep the
+arguments of the running call for the hooks::
 
     get_model_state_dict(model, options)          torch
-      -> _get_model_state_dict(model, info)
-        -> module.state_dict() -> hook            dcp_request() reads model and info
+      -> _get_model_state_dict(model, info)       keeps the model and info's options
+        -> module.state_dict() -> hook            calls dcp_request()
 
-Three functions for optimizers get a wrapper besides. Names checked on torch 2.13 and
-2.11: the functions and their variables, and ``full_state_dict`` and ``cpu_offload`` of
-``info``.
+Names checked on torch 2.13 and 2.11: the functions in ``_waiting``, the attributes
+``full_state_dict`` and ``cpu_offload`` of ``info``, the arguments ``no_dist``,
+``process_group``, ``fqn``, ``checkpoint_md`` and ``local_chunks``.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
+from inspect import signature
 from math import prod
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -49,50 +52,41 @@ class DcpRequest(NamedTuple):
     """Copy the tensors to host memory."""
 
 
-def _running(*functions: str) -> Mapping[str, Any] | None:
-    """Return the variables of the innermost of these functions of DCP that runs."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name in functions and module.startswith(_PACKAGE):
-            return frame.f_locals
-        frame = frame.f_back
-    return None
-
-
-def dcp_request() -> DcpRequest | None:
-    """Return the options of the running DCP call; None if no call is running."""
-    if _MODULE not in sys.modules:
-        return None
-    given = _running(
-        "_get_model_state_dict",
-        "_get_optim_state_dict",
-        "_load_model_state_dict",
-        "_load_optim_state_dict",
-    )
-    if given is None:
-        return None
-    info = given["info"]
-    return DcpRequest(given["model"], info.full_state_dict, info.cpu_offload)
-
+# A context variable and not a global: async_save runs DCP in another thread.
+_facts: ContextVar[Mapping[str, Any]] = ContextVar("dcp_facts", default={})  # noqa: B039  # never changed
+"""What is known of the DCP call that runs: ``request``, and ``saving_ranks``, their
+number."""
 
 Call = Callable[..., Any]
 """Any function."""
 
-BEFORE_OPTIMIZER: list[Callable[[object], bool]] = []
-"""Each prepares an optimizer for DCP, and says whether it is in use on some rank."""
+
+def dcp_request() -> DcpRequest | None:
+    """Return the options of the running DCP call; None if no call is running."""
+    return _facts.get().get("request")
 
 
-def _with_init_step(run: Call, optim: object) -> Any:
-    """Run DCP's function that makes an optimizer create its state, if it has none."""
-    # torch decides by the state and the gradients of this rank, which are missing on a
-    # rank without elements.
-    return None if any(each(optim) for each in BEFORE_OPTIMIZER) else run(optim)
+@contextmanager
+def _knowing(**facts: Any) -> Iterator[None]:
+    """Have hooks know ``facts`` while the block runs."""
+    token = _facts.set({**_facts.get(), **facts})
+    try:
+        yield
+    finally:
+        _facts.reset(token)
 
 
-def _with_sharded_leaves(run: Call, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _with_request(run: Call, given: dict[str, Any]) -> Any:
+    """Run a DCP function with its options known."""
+    model, info = given["model"], given["info"]
+    request = DcpRequest(model, info.full_state_dict, info.cpu_offload)
+    with _knowing(request=request):
+        return run()
+
+
+def _with_sharded_leaves(run: Call, given: dict[str, Any]) -> Any:
     """Run a DCP function for optimizers while modules show the sharded parameters."""
-    states = _get_fsdp_states(model)
+    states = _get_fsdp_states(given["model"])
     shown = [s.handle for s in states if s.handle.residency is Residency.UNSHARDED]
     for handle in shown:
         residency.use_sharded(handle)
@@ -101,7 +95,7 @@ def _with_sharded_leaves(run: Call, model: nn.Module, *args: Any, **kwargs: Any)
         # have to adopt before hooks look.
         for state in states:
             require_between_steps(state, "state of an optimizer")
-        return run(model, *args, **kwargs)
+        return _with_request(run, given)
     finally:
         for handle in shown:
             # A call that found the shards replaced has resharded the unit.
@@ -109,46 +103,121 @@ def _with_sharded_leaves(run: Call, model: nn.Module, *args: Any, **kwargs: Any)
                 residency.use_full(handle)
 
 
+BEFORE_OPTIMIZER: list[Callable[[object], bool]] = []
+"""Each prepares an optimizer for DCP, and says whether it is in use on some rank."""
+
+
+def _with_init_step(run: Call, given: dict[str, Any]) -> Any:
+    """Run DCP's function that makes an optimizer create its state, if it has none."""
+    # torch decides by the state and the gradients of this rank, which are missing on a
+    # rank without elements.
+    if any(callback(given.get("optim")) for callback in BEFORE_OPTIMIZER):
+        return None
+    return run()
+
+
+def _with_saving_ranks(run: Call, given: dict[str, Any]) -> Any:
+    """Run DCP's save function with the number of saving ranks known."""
+    count = 1
+    # With ``no_dist`` a single process saves, also inside an initialized process group.
+    if not given.get("no_dist") and dist.is_initialized():
+        count = dist.get_world_size(given.get("process_group"))
+    with _knowing(saving_ranks=count):
+        return run()
+
+
+class CheckedChunks(list[Any]):
+    """DCP's chunks to load for ``boxes``, of which a checkpoint must hold the whole."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        super().__init__(chunks(boxes))
+        self.boxes = boxes
+
+
+def _with_check(run: Call, given: dict[str, Any]) -> Any:
+    """Run DCP's function that plans the reads, if the checkpoint has all elements."""
+    wanted = given.get("local_chunks")
+    # DCP reads what the checkpoint has, and leaves the other elements as they were.
+    for box in wanted.boxes if isinstance(wanted, CheckedChunks) else ():
+        # The chunks of a checkpoint do not overlap: each element counts once.
+        found = sum(_overlap(box, chunk) for chunk in given["checkpoint_md"].chunks)
+        if found != box.numel:
+            raise CheckpointError(
+                f"{given['fqn']!r} is not whole in the checkpoint: of the box at "
+                f"{box.offsets} of size {box.sizes} it has {found} of {box.numel} "
+                "elements. It was saved by too few ranks, or with parts missing; take "
+                "one that all ranks saved."
+            )
+    return run()
+
+
+def _overlap(box: Box, chunk: Any) -> int:
+    """Return the number of elements that a box and a saved chunk share."""
+    cut = zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
+    # Not below 0 each: the product of two negative lengths would count.
+    return prod(max(0, min(a + n, b + m) - max(a, b)) for a, n, b, m in cut)
+
+
+_waiting: dict[str, dict[str, Call]] = {
+    _MODULE: {
+        "_get_model_state_dict": _with_request,
+        "_get_optim_state_dict": _with_sharded_leaves,
+        "_load_model_state_dict": _with_request,
+        "_load_optim_state_dict": _with_sharded_leaves,
+        "_init_optim_state": _with_init_step,
+    },
+    f"{_PACKAGE}.state_dict_saver": {"_save_state_dict": _with_saving_ranks},
+    f"{_PACKAGE}.planner_helpers": {"create_read_items_for_chunk_list": _with_check},
+}
+"""By module of torch that is not imported yet, the wrappers of its functions, called
+with the call without arguments and a dict of the arguments by name."""
+
+
 def install() -> None:
-    """Put wrappers around functions of torch, now or when DCP is imported."""
+    """Put wrappers around the functions of torch, now or when they are imported."""
+    for name in [name for name in _waiting if name in sys.modules]:
+        _put_in_front(sys.modules[name], _waiting.pop(name))
     # Importing DCP takes longer than importing this package.
-    if _MODULE in sys.modules:
-        _put_in_front(sys.modules[_MODULE])
-    elif _FINDER not in sys.meta_path:
+    if _waiting and _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
 
 
-def _put_in_front(module: ModuleType) -> None:
-    """Put wrappers around the functions of DCP for optimizers, once."""
-    for name, front in (
-        ("_get_optim_state_dict", _with_sharded_leaves),
-        ("_load_optim_state_dict", _with_sharded_leaves),
-        ("_init_optim_state", _with_init_step),
-    ):
-        function = getattr(module, name)
-        if not isinstance(function, partial):
-            setattr(module, name, wraps(function)(partial(front, function)))
+def _put_in_front(module: ModuleType, wrappers: dict[str, Call]) -> None:
+    """Put wrappers around the functions of a module, of those that this torch has."""
+    for name, front in wrappers.items():
+        function = getattr(module, name, None)
+        if function is not None:
+            setattr(module, name, wraps(function)(partial(_call, function, front)))
+
+
+def _call(function: Call, front: Call, *args: Any, **kwargs: Any) -> Any:
+    """Call ``front`` with the call of ``function``, and the arguments by name."""
+    # By name, because torch's callers pass some arguments by position.
+    given = signature(function).bind(*args, **kwargs).arguments
+    return front(partial(function, *args, **kwargs), given)
 
 
 class _Finder(MetaPathFinder):
-    """A module finder that puts wrappers in place after DCP's module was executed."""
+    """A module finder that puts wrappers in place after a module was executed."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """Return the spec of other finders, with a loader that does more."""
-        if name != _MODULE:
+        wrappers = _waiting.pop(name, None)
+        if wrappers is None:
             return None
         # Taken out meanwhile: the other finders are asked through this one.
-        sys.meta_path.remove(self)
         try:
             spec = find_spec(name)
         finally:
-            sys.meta_path.insert(0, self)
-        loader: Any = spec and spec.loader
+            _waiting[name] = wrappers
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            _put_in_front(module)
+            _put_in_front(module, _waiting.pop(name, {}))
 
         loader.exec_module = exec_module
         return spec
@@ -168,30 +237,6 @@ def chunks(boxes: Sequence[Box]) -> list[Any]:
     ]
 
 
-def chunks_to_load(boxes: Sequence[Box]) -> list[Any]:
-    """Return DCP's chunks for ``boxes``, of which a checkpoint must hold the whole."""
-    reading = _running("_create_read_items") or {}
-    # DCP reads what the checkpoint has, and leaves the other elements as they were.
-    for box in boxes if reading else ():
-        # The chunks of a checkpoint do not overlap: each element counts once.
-        found = sum(_overlap(box, chunk) for chunk in reading["md"].chunks)
-        if found != box.numel:
-            raise CheckpointError(
-                f"{reading['fqn']!r} is not whole in the checkpoint: of the box at "
-                f"{box.offsets} of size {box.sizes} it has {found} of {box.numel} "
-                "elements. It was saved by too few ranks, or with parts missing; take "
-                "one that all ranks saved."
-            )
-    return chunks(boxes)
-
-
-def _overlap(box: Box, chunk: Any) -> int:
-    """Return the number of elements that a box and a saved chunk share."""
-    cut = zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
-    # Not below 0 each: the product of two negative lengths would count.
-    return prod(max(0, min(a + n, b + m) - max(a, b)) for a, n, b, m in cut)
-
-
 def write_items(
     fqn: str, local: Tensor, shape: torch.Size, boxes: Sequence[Box], *, parts: int
 ) -> list[Any]:
@@ -199,11 +244,9 @@ def write_items(
     from torch.distributed.checkpoint import planner
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
-    saving = _running("_save_state_dict")
-    # With ``no_dist`` a single process saves, also inside an initialized process group.
-    ranks = 1
-    if dist.is_initialized() and not (saving and saving["no_dist"]):
-        ranks = dist.get_world_size(saving["process_group"] if saving else None)
+    ranks = _facts.get().get("saving_ranks")
+    if ranks is None:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
     # Of a save on a single rank DCP does not check that the boxes cover the tensor, and
     # a load would leave the other elements as they were.
     if ranks < parts:

@@ -170,7 +170,12 @@ class Shown:
             if index in values and (shown := table.get(key)) is not None:
                 # A tied parameter is one object at all its places.
                 if index not in self.parameters:
-                    self.parameters[index] = _parameter(values[index], leaf)
+                    value = values[index].detach()
+                    made = nn.Parameter(value, requires_grad=leaf.requires_grad)
+                    # Of version 0, with attributes of the user. The parts of a sharded
+                    # value are attributes, too.
+                    vars(made).update({**vars(leaf), **vars(made)})
+                    self.parameters[index] = made
                 self._kept.append((table, key, shown))
                 table[key] = self.parameters[index]
 
@@ -204,15 +209,6 @@ def placed(handle: FlatParamHandle) -> Iterator[Place]:
     """Yield the places of all parameters of a unit."""
     for place, swap in zip(handle.layout.places, handle.swaps, strict=True):
         yield place.slot_index, *swap[:3]
-
-
-def _parameter(value: Tensor, leaf: nn.Parameter) -> nn.Parameter:
-    """Return a parameter over ``value`` with the attributes of ``leaf``; version 0."""
-    made = nn.Parameter(value.detach(), requires_grad=leaf.requires_grad)
-    # Attributes of the user. The parts of a sharded value are attributes, too.
-    for name, attribute in vars(leaf).items():
-        vars(made).setdefault(name, attribute)
-    return made
 
 
 _log = logging.getLogger("composable_fsdp.state_dict")

@@ -35,7 +35,7 @@ from composable_fsdp.config import FullStateDictConfig, StateDictSettings, State
 from composable_fsdp.errors import CheckpointError, CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
-from composable_fsdp.naming import join_name, quoted, strip_wrapper
+from composable_fsdp.naming import quoted, strip_wrapper
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.runtime.recover import before_shard_write, require_between_steps
@@ -53,7 +53,7 @@ from composable_fsdp.state_dict.full import (
 )
 from composable_fsdp.state_dict.settings import LiveStateDictConfig as Live
 from composable_fsdp.state_dict.settings import effective_settings
-from composable_fsdp.state_dict.sharded import ShardedValue
+from composable_fsdp.state_dict.sharded import ShardedValue, local_of
 from composable_fsdp.tree.root import compare_models, meet_over, outermost
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.traversal import walk_states
@@ -176,7 +176,6 @@ def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) 
     assert state is not None
     # Before anything that may raise.
     _running.pop(state).hide()
-    keys = [*_keys(state, module, prefix, state_dict)]
     # Buffers and ignored parameters, too: all entries below the module.
     below = [key for key in state_dict if key.startswith(prefix)]
     if saving.first_only and not state.handle.groups.is_first:
@@ -186,22 +185,18 @@ def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) 
         for key in below:
             if isinstance(state_dict[key], Tensor):
                 state_dict[key] = state_dict[key].cpu()
-    if not isinstance(saving.settings.state_dict_config, Live):
-        watch_values(state, {key: state_dict.get(key) for key in keys})
+    if isinstance(saving.settings.state_dict_config, Live):
+        return
+    shown = {_storage(value) for value in saving.parameters.values()}
+    given = {key: state_dict[key] for key in below if key in state_dict}
+    watch_values(state, {k: v for k, v in given.items() if _storage(v) in shown})
 
 
-def _keys(
-    state: _FSDPState, module: nn.Module, prefix: str, state_dict: dict[str, Any]
-) -> Iterator[str]:
-    """Yield the keys in ``state_dict`` of the unit's parameters below ``module``."""
-    layout = state.handle.layout
-    held = zip(layout.places, layout.owners, strict=True)
-    places = {(id(owner), place.name) for place, owner in held}
-    for path, owner in module.named_modules(remove_duplicate=False):
-        for name in owner._parameters:
-            key = prefix + strip_wrapper(join_name(path, name))
-            if (id(owner), name) in places and key in state_dict:
-                yield key
+def _storage(value: Any) -> int | None:
+    """Return the identity of the memory of a plain tensor or of a sharded value."""
+    found = local_of(value)
+    is_plain = type(found) in (Tensor, nn.Parameter)
+    return found.untyped_storage()._cdata if is_plain else None
 
 
 def _require_one_type(module: nn.Module, kind: StateDictType) -> None:

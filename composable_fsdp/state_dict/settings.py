@@ -50,10 +50,7 @@ _CONFIGS: dict[
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
 }
 """The configuration classes of each type, of the model and of the optimizer."""
-
-_LIVE = StateDictSettings(
-    _SHARDED, LiveStateDictConfig(), ShardedOptimStateDictConfig()
-)
+LIVE = StateDictSettings(_SHARDED, LiveStateDictConfig(), ShardedOptimStateDictConfig())
 
 
 def set_state_dict_type(
@@ -107,11 +104,6 @@ def set_state_dict_type(
     return before
 
 
-def set_live_type(state: _FSDPState) -> None:
-    """Have a unit's state dict hold the memory of its shards, as FSDP2's does."""
-    state.settings.state_dict = _LIVE
-
-
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     """Return the settings of the units in ``module``; the default is full tensors.
 
@@ -163,7 +155,7 @@ def effective_settings(state: _FSDPState) -> StateDictSettings:
     if asked is None:
         return state.settings.state_dict
     if not asked.full and not asked.to_cpu:
-        return _LIVE
+        return LIVE
     if not asked.full:
         sharded = ShardedStateDictConfig(offload_to_cpu=asked.to_cpu)
         return StateDictSettings(_SHARDED, sharded, ShardedOptimStateDictConfig())

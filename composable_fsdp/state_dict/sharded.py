@@ -112,6 +112,9 @@ class ShardedValue(Tensor):
         value.local, value.offset, value.shard_numel = local, offset, shard_numel
         value.rank, value.world_size = rank, world_size
         value.home, value.within = home, within
+        # Unpickled, perhaps in a process that saves without having made a unit.
+        if home is None:
+            dcp.install()
         return value
 
     # All decisions are made in __torch_dispatch__, so skip the dispatch before.
@@ -246,7 +249,7 @@ class ShardedValue(Tensor):
 
     def __create_chunk_list__(self) -> list[Any]:
         """Return DCP's chunks to load for the boxes."""
-        return dcp.chunks_to_load(self.boxes)
+        return dcp.CheckedChunks(self.boxes)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Return the box at ``index.offset``, as a view of ``local``; for DCP."""

@@ -19,7 +19,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.optim.flat_state import SCALARS, is_scalar_shape
 from composable_fsdp.optim.names import require_same_options
-from composable_fsdp.optim.single import OriginalView
+from composable_fsdp.optim.state_dict_hooks import originals_of
 from composable_fsdp.storage.compare import NO_OPTIMIZER, LoadReport, Selection, find
 from composable_fsdp.storage.contents import Contents, Held, named, not_in_module
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
@@ -83,7 +83,7 @@ class OptimizerLoad:
     ) -> None:
         # The checkpoint has state per original parameter, also of a flat one.
         self._source, self._report = source, report
-        self._optim, self._view = optim, OriginalView(optim)
+        self._optim, self._view = optim, originals_of(optim)
         self._saved = source.param_groups or ()
         self.home = {n: g for g, each in enumerate(self._saved) for n in each["params"]}
         self._groups = self._members_of(contents, chosen)

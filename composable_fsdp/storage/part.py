@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.single import OriginalView
+from composable_fsdp.optim.state_dict_hooks import originals_of
 from composable_fsdp.storage.compare import Patterns, Selection, matcher
 from composable_fsdp.storage.contents import (
     Contents,
@@ -74,7 +74,7 @@ class PartMaker(Draft):
         self._is_local_name = matcher(local, "local")
         # Names and ids of all: the optimizer may hold parameters that are left out.
         self._chosen = selection.of_contents(contents)
-        self._optims = [OriginalView(each) for each in optims]
+        self._optims = [originals_of(each) for each in optims]
         self._groups = [(o, group) for o in self._optims for group in o.param_groups]
         self._states = self._optimizer_states()
         self.facts = no_facts()

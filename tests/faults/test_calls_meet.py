@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from composable_fsdp import (
-    FullyShardedDataParallel,
     clip_grad_norm_,
     get_full_grad,
     get_full_param,
@@ -63,7 +62,6 @@ def shown(trained: Trained, **options: bool) -> None:
         pass
 
 
-FSDP = FullyShardedDataParallel
 CALLS: dict[str, Callable[[Trained], Any]] = {
     "save": lambda t: save(t.folder / "alone", t.model, t.optim),
     "load": lambda t: load(t.folder / "saved", t.model, t.optim),
@@ -73,10 +71,6 @@ CALLS: dict[str, Callable[[Trained], Any]] = {
     "optim_state_dict": lambda t: optim_state_dict(t.model, t.optim),
     "optim_state_dict_to_load": lambda t: optim_state_dict_to_load(
         t.model, t.optim, t.optim_state
-    ),
-    "full_optim_state_dict": lambda t: FSDP.full_optim_state_dict(t.model, t.optim),
-    "sharded_optim_state_dict": lambda t: FSDP.sharded_optim_state_dict(
-        t.model, t.optim
     ),
     "clip_grad_norm_": lambda t: clip_grad_norm_(t.model, 1.0),
     "unshard_params": shown,

@@ -7,6 +7,8 @@ import gc
 import io
 import pickle
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -400,6 +402,24 @@ def test_dcps_step_that_makes_state_is_a_step_on_every_rank(
     fresh = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     get_optimizer_state_dict(model, fresh)
     assert "as it was" in message_of(lambda: backward(loss))
+
+
+LATE = """
+import torch, torch.distributed as dist
+from composable_fsdp import fully_shard
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = fully_shard(torch.nn.Linear(4, 4))
+optim = torch.optim.Adagrad(model.parameters())
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+print(type(get_optimizer_state_dict(model, optim)["state"]["weight"]["sum"]).__name__)
+"""
+
+
+def test_dcp_may_be_imported_after_a_model_was_sharded() -> None:
+    """Adagrad has state before its first step, which would give it the hooks."""
+    run = partial(subprocess.run, check=True, capture_output=True, text=True)
+    assert run([sys.executable, "-c", LATE]).stdout == "ShardedValue\n"
 
 
 FSDP = FullyShardedDataParallel

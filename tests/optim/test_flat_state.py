@@ -32,7 +32,6 @@ from composable_fsdp.features import flat_parameters
 from composable_fsdp.optim import get_full_optim_state, set_full_optim_state
 from composable_fsdp.optim.save import local_state_dict
 from tests.optim.models import INPUT, mixed
-from tests.optim.test_every_optimizer import EVERY
 from tests.support.models import tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
@@ -348,33 +347,3 @@ def test_state_of_retired_flat_parameters_is_not_lost(world: World) -> None:
 
     loaded = optim_state_dict(model, fresh)["state"]
     assert {float(values["step"]) for values in loaded.values()} == {3.0}
-
-
-@pytest.mark.parametrize(
-    "name", ["SGD momentum", "Adam amsgrad", "NAdam", "Adagrad", "Rprop", "ASGD"]
-)
-@on_ranks(2)
-def test_every_element_wise_optimizer_trains_and_goes_over_in_both_forms(
-    world: World, name: str
-) -> None:
-    """Bit by bit as one that is over the originals all the time."""
-    results = []
-    for forms in (("flat", "originals"), ("originals", "flat"), ("originals",) * 2):
-        state: Any = None
-        weights: Any = None
-        for turn, form in enumerate(forms):
-            model = fully_shard(tiny_mlp())
-            held = flat_parameters(model) if form == "flat" else model.parameters()
-            optimizer = EVERY[name]([{"params": list(held)}])
-            if state is not None:
-                model.load_state_dict(weights)
-                optim_state_dict_to_load(model, optimizer, state, load_directly=True)
-            for at in range(2 * turn, 2 * turn + 2):
-                backward(loss_of(model, x_of(at, world.rank)))
-                optimizer.step()
-                optimizer.zero_grad()
-            weights, state = model.state_dict(), optim_state_dict(model, optimizer)
-        results.append(weights)
-
-    assert differences(results[0], results[2]) == {}
-    assert differences(results[1], results[2]) == {}

@@ -17,7 +17,6 @@ from composable_fsdp import (
     save,
     state_dict_type,
 )
-from composable_fsdp.features import flat_parameters
 from tests.support.models import tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
@@ -125,36 +124,6 @@ def test_a_checkpoint_of_several_goes_to_another_number_of_ranks(
     full, weights = ranks(2).run(save_several, tmp_path)[0]
 
     ranks(3).run(load_either, tmp_path, full, weights)
-
-
-@on_ranks(2)
-def test_kinds_and_flat_parameters_may_be_mixed(world: World, tmp_path: Path) -> None:
-    """Each parameter's state and options come back to the optimizer that has it."""
-
-    def make(model: nn.Module) -> Optims:
-        return [
-            torch.optim.SGD(flat_parameters(model.blocks), momentum=0.9, lr=0.1),  # type: ignore[arg-type]  # a list of units
-            torch.optim.AdamW(
-                [p for n, p in model.named_parameters() if "blocks" not in n]
-            ),
-        ]
-
-    model, again = gpt("composable"), gpt("composable", seed=5)
-    optims, others = make(model), make(again)
-    train(model, optims, world.rank, 0)
-    save(tmp_path / "run", model, optims)
-    load(tmp_path / "run", again, others)
-    for each, other in zip(optims, others, strict=True):
-        assert _same(optim_state_dict(again, other), optim_state_dict(model, each))
-    swapped = [others[1], others[0]]
-    assert (
-        message_of(lambda: load(tmp_path / "run", again, swapped))
-        == "nothing was raised"
-    )
-    text = message_of(lambda: load(tmp_path / "run", again, others[0]))
-    assert "is not in it" in text
-    wrong = torch.optim.SGD(list(again.parameters()))
-    assert "CheckpointError" in message_of(lambda: load(tmp_path / "run", again, wrong))
 
 
 def test_a_parameter_in_two_optimizers_is_refused(tmp_path: Path) -> None:

@@ -281,22 +281,6 @@ def test_inside_forward_and_backward_it_is_refused_between_them_it_works(
     assert all((p.grad is None) == (not p.numel()) for p in model.parameters())
 
 
-class Added(nn.Module):
-    """Adds to what torch gives, as many classes do; with a buffer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Mixed()
-        self.gain = nn.Parameter(torch.ones(3))
-        self.register_buffer("seen", torch.zeros(2))
-
-    def forward(self, x: Any) -> Any:
-        return self.inner(x) * self.gain
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return super().state_dict(*args, **kwargs)
-
-
 def between(model: nn.Module, path: str) -> nn.Module:
     """A module between the unit's and its parameters does."""
     unit: nn.Module = put(nn.Sequential(Parallel(model)), path)
@@ -349,30 +333,6 @@ def test_calls_that_a_module_passes_on_still_give_full_parameters(
 
     assert _same(dict(found), dict(expected))
     assert _same(dict(once), dict(expected) if world.rank == 0 else {})
-
-
-@pytest.mark.req("S1-07")
-@both_paths
-@on_ranks(2)
-def test_a_class_that_adds_to_torchs_state_dict_saves_and_loads(
-    world: World, path: str
-) -> None:
-    """Parameters of its own and those below it, each once; buffers as well."""
-    model, expected = put(Added(), path), Added().state_dict()
-    with record_steps() as calls:
-        found = model.state_dict()
-    assert [call.op for call in calls] == ["all_gather"]
-    assert _same(dict(found), dict(expected))
-    model.load_state_dict({k: v + 1 for k, v in expected.items()})
-    again = model.state_dict()
-    first = FullStateDictConfig(rank0_only=True)
-    with state_dict_type(model, StateDictType.FULL_STATE_DICT, first):
-        once = model.state_dict()
-    with state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-        model.load_state_dict(model.state_dict())
-
-    assert _same(dict(again), {k: v + 1 for k, v in expected.items()})
-    assert list(once) == (list(expected) if world.rank == 0 else [])
 
 
 def first_rank_alone(world: World) -> None:

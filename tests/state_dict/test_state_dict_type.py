@@ -28,7 +28,6 @@ from composable_fsdp import (
     state_dict_type,
     unshard_params,
 )
-from composable_fsdp.comm.collectives import record
 from composable_fsdp.config import FULL_BY_DEFAULT
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.state_dict import get_state_dict_type
@@ -141,22 +140,6 @@ def test_of_several_replicas_the_first_rank_of_the_first_has_everything(
         assert differences(values, whole["state"][name]) == {}
     names = len(TinyGPT().state_dict())
     assert (len(saved), len(state)) == ((0, 0) if world.rank else (names, 2))
-
-
-@on_ranks(1, 3)
-def test_local_state_goes_out_and_comes_back_without_communication(
-    world: World,
-) -> None:
-    """`property_tests/test_programs.py` compares the values, pickled ones, too."""
-    model, optimizer = trained(world, "wrapper")
-    with state_dict_type(model, LOCAL), record() as calls:
-        saved, state = model.state_dict(), optim_state_dict(model, optimizer)
-        model.load_state_dict(saved)
-        optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, state))
-
-    assert calls == []
-    assert list(saved) == list(TinyGPT().state_dict())
-    assert {type(values["exp_avg"]) for values in optimizer.state.values()} == {Tensor}
 
 
 @pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL], ids=lambda kind: kind.name)

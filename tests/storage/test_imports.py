@@ -27,7 +27,7 @@ OTHERS: dict[str, set[str]] = {
     "planning.layout": {"tensors", "save_parts"},
     # The seam to optimizers: state by original parameter, also where the optimizer
     # holds flat ones; which state is a number or wraps tensors, no elements.
-    "optim.single": {"part", "load_optim"},
+    "optim.state_dict_hooks": {"part", "load_optim"},
     "optim.flat_state": {"contents", "tensors", "load_optim", "formats.nested"},
     # Pure functions of numbers and tensors: boxes of an interval, a hash of values.
     "planning.partition": {"manifest"},
