@@ -6,8 +6,9 @@ units is refused, or promoted to the lowest unit above all these places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -69,8 +70,8 @@ def make_request(
     options: UnitOptions,
     world_size: int,
     *,
-    ignored_modules: Sequence[nn.Module] = (),
-    ignored_states: Sequence[Any] = (),
+    ignored_modules: Iterable[Any] | None = None,
+    ignored_states: Iterable[Any] | None = None,
     tied_params: TiedParams = "error",
     **others: Any,
 ) -> PlanRequest:
@@ -78,37 +79,49 @@ def make_request(
 
     Raises: TypeError or PlanError, for an argument that cannot be used.
     """
-    for module in ignored_modules:
+    modules = _as_list(ignored_modules, "ignored_modules")
+    for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(
                 f"ignored_modules expects modules, got {type(module).__name__}; pass "
                 "parameters as ignored_states."
             )
-    for state in ignored_states:
-        if not isinstance(state, (nn.Parameter, nn.Module)):
+    alone: set[int] = set()
+    for each in _as_list(ignored_states, "ignored_states"):
+        if isinstance(each, nn.Parameter):
+            alone.add(id(each))
+        elif isinstance(each, nn.Module):
+            modules.append(each)
+        else:
             raise TypeError(
                 "ignored_states expects parameters or modules, got "
-                f"{type(state).__name__}."
+                f"{type(each).__name__}."
             )
     if tied_params not in ("error", "promote"):
         raise PlanError(
             f"tied_params expects 'error' or 'promote', got {tied_params!r}."
         )
-    alone = [each for each in ignored_states if isinstance(each, nn.Parameter)]
-    tops = [each for each in ignored_states if not isinstance(each, nn.Parameter)]
     return PlanRequest(
         options,
         world_size,
         # No call without need: each unit of a model may have a call of its own.
-        ignored_modules=(
-            walk.subtrees([*ignored_modules, *tops])
-            if ignored_modules or tops
-            else frozenset()
-        ),
-        ignored_parameters=frozenset(map(id, alone)),
+        ignored_modules=walk.subtrees(modules) if modules else frozenset(),
+        ignored_parameters=frozenset(alone),
         tied_params=tied_params,
         **others,
     )
+
+
+def _as_list(given: Iterable[Any] | None, argument: str) -> list[Any]:
+    """Return the value of ``argument``, which may be an iterator, as a list."""
+    # nn.Sequential and torch.Tensor are iterable: a forgotten list is told by type.
+    if isinstance(given, (nn.Module, torch.Tensor)) or not isinstance(
+        given, (Iterable, NoneType)
+    ):
+        raise TypeError(
+            f"{argument} expects a list, got a {type(given).__name__}. Pass [it]."
+        )
+    return [] if given is None else list(given)
 
 
 Chain = tuple[tuple[int, int], ...]

@@ -288,28 +288,3 @@ def override(
             )
     # ``replace`` calls the constructor, which checks the new values.
     return replace(root, **named)
-
-
-def in_force(options: UnitOptions) -> dict[str, object]:
-    """Return the options by name, reduced to their effect; None for none."""
-    found = {name: getattr(options, name) for name in PER_MODULE}
-    # Both values have the same effect; and the fields below.
-    del found["use_orig_params"], found["mixed_precision"]
-    # CPUOffload() equals no offload.
-    offload = options.cpu_offload or CPUOffload()
-    found["cpu_offload"] = offload.offload_params, offload.offload_states
-    mixed = options.mixed_precision or MixedPrecision()
-    for field in fields(mixed):
-        # The policy has made units of the classes, which the plans compare as units.
-        if field.name[0] != "_":
-            found[f"mixed_precision.{field.name}"] = getattr(mixed, field.name) or None
-    reduce_dtype = mixed.reduce_dtype or mixed.param_dtype
-    found["mixed_precision.reduce_dtype"] = reduce_dtype
-    # Without a compute dtype no input is cast.
-    if mixed.param_dtype is None:
-        found["mixed_precision.cast_forward_inputs"] = None
-        found["mixed_precision.cast_root_forward_inputs"] = None
-    # Gradients keep the parameter dtype anyway.
-    if reduce_dtype is None:
-        found["mixed_precision.keep_low_precision_grads"] = None
-    return found

@@ -16,7 +16,7 @@ from composable_fsdp.features.guard.compare import tag_of
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import slot_paths
 from composable_fsdp.naming import join_name, quoted
-from composable_fsdp.planning.options import UnitOptions, in_force
+from composable_fsdp.planning.options import PER_MODULE, UnitOptions
 from composable_fsdp.tree.changed_settings import (
     option_text,
     setting_values,
@@ -115,10 +115,10 @@ def _parameter_facts(
 
 
 def _options_of(options: UnitOptions) -> dict[str, str]:
-    """Return the options that have an effect."""
-    found = in_force(options)
-    del found["forward_prefetch"]  # told in detail elsewhere
-    return {name: option_text(value) for name, value in found.items()}
+    """Return the options, but one."""
+    # ``forward_prefetch`` is told in detail elsewhere.
+    names = [name for name in PER_MODULE if name != "forward_prefetch"]
+    return {name: option_text(getattr(options, name)) for name in names}
 
 
 def _option_facts(options: Mapping[str, str]) -> tuple[Fact, ...]:
