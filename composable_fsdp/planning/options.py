@@ -40,29 +40,36 @@ RETIRING_UNLIMITED = 4
 
 
 class Dtypes(NamedTuple):
-    """The three dtypes of a region.
-
-    Args:
-        compute: dtype of the full parameters in forward and backward.
-        reduce: dtype in which gradients are accumulated and reduced.
-        gradient: dtype of ``.grad``.
-    """
+    """The three dtypes of a region."""
 
     compute: torch.dtype
+    """That of the full parameters in forward and backward."""
     reduce: torch.dtype
+    """That in which gradients are accumulated and reduced."""
     gradient: torch.dtype
+    """That of ``.grad``."""
 
 
 CHECKS = get_args(Report)
 """Values of ``check_weights``: what happens if ranks shard different weights."""
 
 
+_KINDS = (
+    ("placement", Placement, "a Placement"),
+    (
+        "wire",
+        WireFormat,
+        "a WireFormat such as Int8Wire() or Float8Wire() of composable_fsdp.features",
+    ),
+    ("arena", Arena, "an Arena such as Arena()"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class UnitOptions:
     """The options of a unit: how the unit is sharded and when the unit communicates.
 
-    Raises: TypeError, if a value has a wrong type; PlanError, for an unknown
-    ``check_weights``.
+    Raises: TypeError, PlanError.
     """
 
     strategy: ShardingStrategy = FULL_SHARD
@@ -103,12 +110,20 @@ class UnitOptions:
         for flag, value in flags:
             if type(value) is not bool:
                 require_bool(value, flag)
-        if self.placement is not None:
-            self._require_placement(self.placement)
-        if self.wire is not None:
-            self._require_wire(self.wire)
-        if self.arena is not None:
-            self._require_arena(self.arena)
+        for name, expected, example in _KINDS:
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, expected):
+                raise TypeError(f"{name} expects None or {example}, got {given!r}.")
+        if self.placement is not None and self.strategy is not FULL_SHARD:
+            raise PlanError(
+                f"Pass strategy={self.strategy.name} or {self.placement}, not both: a "
+                "strategy is a placement with a name."
+            )
+        if self.wire is not None and self.wire.needs_rows and not self.keeps_rows:
+            raise PlanError(
+                f"wire={self.wire} scales whole rows, and block={self.block} cuts "
+                "rows. Use block=Block.ROW, or wire=Int8Wire()."
+            )
         if self.check_weights not in CHECKS:
             raise PlanError(
                 f"check_weights expects {', '.join(map(repr, CHECKS[:-1]))} or "
@@ -150,38 +165,6 @@ class UnitOptions:
     def chosen(self) -> Choice:
         """The strategy, or the caller's own placement."""
         return self.placement or self.strategy
-
-    def _require_placement(self, placement: object) -> None:
-        """Raise TypeError or PlanError, if ``placement`` is none for this unit."""
-        if not isinstance(placement, Placement):
-            raise TypeError(
-                f"placement expects None or a Placement, got {placement!r}."
-            )
-        if self.strategy is not FULL_SHARD:
-            raise PlanError(
-                f"Pass strategy={self.strategy.name} or {placement}, not both: a "
-                "strategy is a placement with a name."
-            )
-
-    def _require_wire(self, wire: object) -> None:
-        """Raise TypeError or PlanError, if ``wire`` is no format for this unit."""
-        if not isinstance(wire, WireFormat):
-            raise TypeError(
-                "wire expects None or a WireFormat such as Int8Wire() or Float8Wire() "
-                f"of composable_fsdp.features, got {wire!r}."
-            )
-        if wire.needs_rows and not self.keeps_rows:
-            raise PlanError(
-                f"wire={wire} scales whole rows, and block={self.block} cuts "
-                "rows. Use block=Block.ROW, or wire=Int8Wire()."
-            )
-
-    def _require_arena(self, arena: object) -> None:
-        """Raise TypeError, if ``arena`` is no arena."""
-        if not isinstance(arena, Arena):
-            raise TypeError(
-                f"arena expects None or an Arena such as Arena(), got {arena!r}."
-            )
 
     @property
     def reshard_after_forward(self) -> bool:

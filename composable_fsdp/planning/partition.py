@@ -45,19 +45,14 @@ SHARD_ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Positions of the members of a buffer, and the size of the shards.
-
-    Args:
-        offsets: offset of each member in the buffer, in elements, in the given order.
-        shard_numel: elements per shard.
-        block: least common multiple of the blocks and the alignment, in elements.
-        padding: elements of the buffer that belong to no member.
-    """
+    """Positions of the members of a buffer, and the size of the shards, in elements."""
 
     offsets: tuple[int, ...]
     shard_numel: int
     block: int
+    """Least common multiple of the blocks and the alignment."""
     padding: int
+    """Elements of the buffer that belong to no member."""
 
 
 # (numel, block) of each parameter, both in elements.
@@ -88,7 +83,6 @@ def pack(members: Members, itemsize: int, world_size: int, grid: int = 1) -> Pac
     return Packing(tuple(offsets), shard_numel, grid, padding)
 
 
-@lru_cache(maxsize=4096)
 def pack_whole(
     sizes: tuple[int, ...], itemsize: int, world_size: int, grid: int = 1
 ) -> Packing:
@@ -157,8 +151,6 @@ def _plan_regions(
     specs: tuple[ParameterSpec, ...], world_size: int, launch_bytes: int
 ) -> tuple[RegionLayout, ...]:
     """Lay out the parameters of a unit; equal arguments return the same layouts."""
-    # All parameters of a flat buffer have the same dtype and the same
-    # ``requires_grad``.
     kinds: dict[tuple[torch.dtype, bool, WireFormat | None], list[int]] = {}
     for index, spec in enumerate(specs):
         kinds.setdefault((spec.dtype, spec.trainable, spec.wire), []).append(index)
@@ -298,18 +290,14 @@ def _place(
         offset = end
         # An empty parameter needs no position of its own.
         if slot.numel:
-            # The first rank that holds the parameter, and the number of elements on
-            # that rank.
+            # The first rank that holds elements, and their number there.
             first = slot.offset // layout.shard_numel
             part = min(layout.shard_numel * (first + 1) - slot.offset, slot.numel)
             if part < slot.numel:
-                # The parameter continues on the next rank. The first part ends with the
-                # shard of rank ``first``, so that the rest begins at the start of the
-                # next shard.
+                # It continues at the start of the next rank's shard.
                 offset = (first + 1) * size - part
             else:
-                # The parameter lies on a single rank: place it behind the previous
-                # part, and not before the start of this rank's shard.
+                # Behind the previous part, and not before this rank's shard.
                 offset = max(round_up(end, unit), first * size)
         placed.append(replace(slot, offset=offset))
         end = offset + slot.numel
@@ -318,17 +306,12 @@ def _place(
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle of a tensor whose elements are adjacent in memory.
-
-    Args:
-        offsets: index of the first element, per dim.
-        sizes: number of indices, per dim.
-        start: position of the box's first element in the interval, in elements.
-    """
+    """A rectangle of a tensor whose elements are adjacent in memory."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int
+    """Position of the box's first element in the interval, in elements."""
 
     @property
     def numel(self) -> int:
@@ -342,11 +325,7 @@ class Box:
 
 
 def moved(boxes: Sequence[Box], by: Sequence[int]) -> tuple[Box, ...]:
-    """Return the boxes of a rectangle in the tensor in which it lies at ``by``.
-
-    >>> [box.offsets for box in moved(interval_boxes((2, 4), 0, 8), (6, 0))]
-    [(6, 0)]
-    """
+    """Return the boxes of a rectangle in the tensor in which it lies at ``by``."""
     return tuple(
         replace(box, offsets=tuple(a + b for a, b in zip(box.offsets, by, strict=True)))
         for box in boxes

@@ -49,11 +49,7 @@ class Target(NamedTuple):
 def plan_targets(
     modules: Sequence[nn.Module], request: PlanRequest
 ) -> tuple[Target, ...]:
-    """Return a ``Target`` per unit in ``.modules()`` order.
-
-    Raises: PlanError or CompositionError, naming the module, the parameter and the
-    remedy.
-    """
+    """Return a ``Target`` per unit in ``.modules()`` order."""
     units = assign_units(modules, request)
     sizes = request.sizes or partial(group_sizes, world_size=request.world_size)
     has_others = len(units) > 1
@@ -73,13 +69,13 @@ def _target(
     """Build the ``Target`` of unit ``index``."""
     found: list[tuple[_Facts, tuple[nn.Module, ...]]] = []
     for parameter, occurrences in unit.parameters:
-        (holder, name), *others = occurrences
+        first, *others = occurrences
         # Nearly every parameter has one place.
         if others:
             names, places, owners = _places(occurrences, index)
         else:
-            fqn = (holder.prefix_in(index) if has_others else holder.prefix) + name
-            names, places, owners = (fqn,), ((fqn, name),), (holder.module,)
+            fqn = first.name_in(index) if has_others else first.path
+            names, places, owners = (fqn,), ((fqn, first.key),), (first.module,)
         is_plain = type(parameter) is nn.Parameter
         facts = (
             names,
@@ -172,9 +168,10 @@ def _places(
     # A module that is reachable along two paths is one place with two names.
     names: dict[str, None] = {}
     places: dict[tuple[int, str], tuple[tuple[str, str], nn.Module]] = {}
-    for holder, name in occurrences:
-        fqn = holder.prefix_in(index) + name
+    for each in occurrences:
+        fqn = each.name_in(index)
         names[fqn] = None
-        places.setdefault((id(holder.module), name), ((fqn, name), holder.module))
-    found, owners = zip(*places.values(), strict=True)
-    return tuple(names), found, owners
+        found = (fqn, each.key), each.module
+        places.setdefault((id(each.module), each.key), found)
+    of_places, owners = zip(*places.values(), strict=True)
+    return tuple(names), of_places, owners
