@@ -18,9 +18,9 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import join_name, listed, quoted, strip_wrapper
+from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.planning.planner import Target
-from composable_fsdp.planning.walk import name_of, named
 from composable_fsdp.runtime.meta_values import (
     as_unfilled,
     mark_meta_buffers,
@@ -29,6 +29,8 @@ from composable_fsdp.runtime.meta_values import (
 from composable_fsdp.tree.state import _FSDPState
 
 Init = Callable[[nn.Module], object]
+Held = tuple[dict[str, Any], str, Tensor]
+"""A module's dict of parameters or buffers, the key, and the tensor."""
 
 
 class MetaModule(NamedTuple):
@@ -37,15 +39,14 @@ class MetaModule(NamedTuple):
     top: nn.Module
     """The module at which names start."""
     module: nn.Module
-    held: tuple[tuple[dict[str, Any], str, Tensor], ...]
-    """The module's dict of parameters or buffers, the key, and the tensor."""
-    first: frozenset[str]
-    """Keys of tensors that no earlier module holds, in ``.modules()`` order."""
+    own: list[Held]
+    """Tensors that no earlier module holds, in ``.modules()`` order."""
+    others: list[Held]
 
     @property
     def fqn(self) -> str:
         """Return the FQN of the module, for error messages."""
-        return name_of(self.top, self.module)
+        return walk.name_of(self.top, self.module)
 
 
 class PreparedValues:
@@ -131,10 +132,11 @@ def _buffers(target: Target) -> Iterable[Tensor]:
 def _require_resets(waiting: Iterable[Iterable[MetaModule]]) -> None:
     """Raise PlanError for a module that has no initializer of its own."""
     for each in chain(*waiting):
+        held = (*each.own, *each.others)
         if not callable(getattr(each.module, "reset_parameters", None)):
             raise PlanError(
                 f"{type(each.module).__name__} {quoted(each.fqn)} holds "
-                f"{listed(repr(key) for _, key, _ in each.held)} on meta and has no "
+                f"{listed(repr(key) for _, key, _ in held)} on meta and has no "
                 "reset_parameters() to initialise it. Give it one, or pass "
                 "param_init_fn."
             )
@@ -142,7 +144,7 @@ def _require_resets(waiting: Iterable[Iterable[MetaModule]]) -> None:
 
 def own_forms(targets: Sequence[Target]) -> dict[str, str]:
     """Return dtype and shape of this rank's parameters and buffers, by name."""
-    names = {id(m): name for top in targets[0].modules for name, m in named(top)}
+    names = {id(m): name for top in targets[0].modules for name, m in walk.named(top)}
     forms: dict[str, str] = {}
     for target in targets:
         own = {id(p) for region in target.parameters for p in region}
@@ -217,61 +219,47 @@ def _on_meta_in(
     targets: Sequence[Target], kept: frozenset[int]
 ) -> list[list[MetaModule]]:
     """Return the modules to initialize per target, without tensors in ``kept``."""
-    first: dict[int, tuple[int, str]] = {}
-    for top in targets[0].modules:
-        for module in top.modules():
-            for table, key, tensor in _on_meta(module, kept):
-                # The first module in ``.modules()`` order initializes a shared tensor.
-                first.setdefault(id(tensor), (id(table), key))
+    seen, found = set[int](), dict[int, MetaModule]()
+    for module in chain(*map(walk.modules, targets[0].modules)):
+        own, others = list[Held](), list[Held]()
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None and tensor.is_meta and id(tensor) not in kept:
+                    # The first module in this order initializes a shared tensor.
+                    held = others if id(tensor) in seen else own
+                    held.append((table, key, tensor))
+                    seen.add(id(tensor))
+        if own or others:
+            top = targets[0].modules[0]
+            found.setdefault(id(module), MetaModule(top, module, own, others))
+    # A module that is reachable along two paths is initialized once.
     return [
-        [
-            MetaModule(
-                targets[0].modules[0],
-                module,
-                held,
-                frozenset(k for t, k, v in held if first[id(v)] == (id(t), k)),
-            )
-            for module in target.members
-            if (held := _on_meta(module, kept))
-        ]
+        [found.pop(key) for key in map(id, target.members) if key in found]
         for target in targets
     ]
-
-
-def _on_meta(
-    module: nn.Module, kept: frozenset[int]
-) -> tuple[tuple[dict[str, Any], str, Tensor], ...]:
-    """Return the parameters and buffers of the module that are on meta and not kept."""
-    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-    return tuple(
-        (table, key, tensor)
-        for table in tables
-        for key, tensor in table.items()
-        if tensor is not None and tensor.is_meta and id(tensor) not in kept
-    )
 
 
 @torch.no_grad()
 def materialize(waiting: MetaModule, init: Init) -> None:
     """Run ``init`` on a module; afterwards no tensor of the module is on meta."""
-    for table, key, tensor in waiting.held:
-        # A tensor that several modules hold gets the values of the first module.
-        # Initializers of the other modules run, too, each on a temporary tensor, as in
-        # a model that ties weights after all layers were made.
-        if key not in waiting.first:
-            table[key] = empty_like(tensor, torch.device("meta"))
-        elif table is waiting.module._buffers:
+    # Initializers of the other modules that hold a tensor run, too, each on a temporary
+    # tensor, as in a model that ties weights after all layers were made.
+    for table, key, tensor in waiting.others:
+        table[key] = empty_like(tensor, torch.device("meta"))
+    for table, key, tensor in waiting.own:
+        if table is waiting.module._buffers:
             table[key] = as_unfilled(tensor)
     # Tensors of inference mode have no version counter and cannot be trained.
     with torch.inference_mode(False):
         init(waiting.module)
-    for table, key, tensor in waiting.held:
-        made = table.get(key)
+    for table, key, tensor in waiting.others:
         table[key] = tensor
-        if key in waiting.first:
-            made = _require_like(waiting, key, tensor, made)
-            if made is not tensor:
-                _swap(waiting, key, tensor, made)
+    for table, key, tensor in waiting.own:
+        found = table.get(key)
+        table[key] = tensor
+        made = _require_like(waiting, key, tensor, found)
+        if made is not tensor:
+            _swap(waiting, key, tensor, made)
 
 
 def _require_like(

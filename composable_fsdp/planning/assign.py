@@ -34,7 +34,6 @@ from composable_fsdp.planning.checks import (
     refuse_module,
     refuse_overlapping_storage,
     refuse_parameter,
-    share_storage,
 )
 from composable_fsdp.planning.options import PER_MODULE, UnitOptions, override
 
@@ -179,9 +178,7 @@ def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Uni
             warn(_IGNORED_ITSELF.format(type(module).__name__))
     done = _Walk(modules, _units_below(modules, request), request)
     units, found = done.units, done.found
-    # Comparing intervals sorts all parameters; the cheap test on storages comes first.
-    if share_storage([parameter for parameter, _ in found.values()]):
-        refuse_overlapping_storage([(o[0].path, p) for p, o in found.values()])
+    refuse_overlapping_storage(found.values())
     # With a single unit, as in a call per block, every parameter belongs to unit 0.
     if len(units) == 1:
         units[0].parameters.extend(found.values())
@@ -241,29 +238,24 @@ def _units_below(
             "Apply fully_shard with the policy to each module, or pass the list "
             "without a policy."
         )
-    root = modules[0]
-    boundaries = frozenset(
-        m for m in walk.modules(root) if m is not root and _is_boundary(m)
-    )
-    root_kwargs = {name: getattr(request.options, name) for name in PER_MODULE}
+    root, options = modules[0], request.options
+    # The policy makes no units of these modules nor of modules below.
+    earlier = (m for m in walk.modules(root) if m is not root and _is_boundary(m))
+    left_out = walk.subtrees([*request.ignored_modules, *earlier])
+    root_kwargs = {name: getattr(options, name) for name in PER_MODULE}
     targets = request.policy(
         root,
-        ignored_modules=request.ignored_modules,
+        ignored_modules=left_out,
         ignored_params=request.ignored_parameters,
-        boundaries=boundaries,
         root_kwargs=root_kwargs,
     )
-    mixed = request.options.mixed_precision
-    if mixed is None or not mixed._module_classes_to_ignore:
-        return targets
+    mixed = options.mixed_precision
     # Modules of these classes become units in full precision, whatever the policy says.
-    left_out = walk.subtrees([*request.ignored_modules, *boundaries])
+    classes = () if mixed is None else tuple(mixed._module_classes_to_ignore)
     kept = {
         module: {**root_kwargs, **targets.get(module, {}), "mixed_precision": None}
-        for module in walk.modules(root)
-        if isinstance(module, tuple(mixed._module_classes_to_ignore))
-        and module is not root
-        and module not in left_out
+        for module in (walk.modules(root) if classes else ())
+        if isinstance(module, classes) and module is not root and module not in left_out
     }
     return {**targets, **kept}
 

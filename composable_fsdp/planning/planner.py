@@ -117,10 +117,8 @@ def _plan_unit(
     sizes: Ways,
 ) -> tuple[UnitPlan, tuple[Place, ...]]:
     """Plan a unit; equal arguments, as of equal blocks, return the same objects."""
-    regions = plan_regions(
-        [options.spec(names, *facts) for names, _, *facts in parameters],
-        world_size=sizes.shard_world_size,
-    )
+    specs = tuple([options.spec(names, *facts) for names, _, *facts in parameters])
+    regions = plan_regions(specs, sizes.shard_world_size)
     plan = UnitPlan(fqn, class_name, regions, options, *sizes)
     # Pieces hold values in the compute dtype, and are gathered as they are.
     if plan.piece_ranks and options.wire is not None:
@@ -142,19 +140,13 @@ def lay_out_again(
     unit: UnitPlan, options: UnitOptions, world_size: int
 ) -> tuple[RegionLayout, ...]:
     """Lay out a unit's parameters with other options or ranks."""
-    # ``plan_regions`` orders parameters by the walk of the unit, as ``slots`` does.
+    # In the order of the walk, as ``slots``. The block comes from the shape, because a
+    # slot of a single rank has block 1.
     specs = [
-        # A slot of a single rank has block 1, so the block comes from the shape.
-        options.spec(
-            slot.fqns,
-            slot.shape,
-            region.dtype,
-            region.trainable,
-            slot.whole,
-        )
+        options.spec(slot.fqns, slot.shape, region.dtype, region.trainable, slot.whole)
         for slot, region in unit.slots
     ]
-    return plan_regions(specs, world_size=world_size)
+    return plan_regions(tuple(specs), world_size)
 
 
 _Names = tuple[str, ...]

@@ -266,15 +266,10 @@ def evaluate_policy(
     *,
     ignored_modules: Set[nn.Module] = frozenset(),
     ignored_params: Set[int] = frozenset(),
-    boundaries: Set[nn.Module] = frozenset(),
     root_kwargs: Mapping[str, Any],
 ) -> Targets:
-    """Return the units that ``policy`` selects below ``root``, in ``.modules()`` order.
-
-    Raises: PlanError, if a unit is not below ``root`` or has no forward; TypeError, if
-    the policy or its answer has a wrong type.
-    """
-    left_out = walk.subtrees([*ignored_modules, *boundaries])
+    """Return the units that ``policy`` selects below ``root``, in walking order."""
+    left_out = walk.subtrees(ignored_modules)
     answer = _answer(policy, root, left_out, ignored_params, root_kwargs)
     _check_targets(answer, root)
     # In the order of the tree: a policy may build the dict from a set, whose order

@@ -146,16 +146,12 @@ class UnitPlan:
     @property
     def trainable(self) -> dict[str, int]:
         """Elements of each trainable parameter, by name from the unit's module."""
-        return self._numels(trainable=True)
+        return {s.fqn: s.numel for s, r in self.slots if r.trainable}
 
     @property
     def frozen(self) -> dict[str, int]:
         """Elements of each frozen parameter, by name from the unit's module."""
-        return self._numels(trainable=False)
-
-    def _numels(self, *, trainable: bool) -> dict[str, int]:
-        """Return elements per parameter, in the order of the unit's parameters."""
-        return {s.fqn: s.numel for s, r in self.slots if r.trainable is trainable}
+        return {s.fqn: s.numel for s, r in self.slots if not r.trainable}
 
     @property
     def is_trainable(self) -> bool:
