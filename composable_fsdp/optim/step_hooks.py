@@ -186,13 +186,17 @@ def _unmoved(
         # it. An optimizer passes by parameters without a gradient.
         found += [
             leaf
-            for leaf, (start, stop, _), graded in zip(
-                region.leaves, region.cuts.parts, region.gradient.shown, strict=True
+            for leaf, key, (start, stop, _), graded in zip(
+                region.leaves,
+                map(id, region.leaves),
+                region.cuts.parts,
+                region.gradient.shown,
+                strict=True,
             )
             if (
                 graded
                 and start == stop
-                and (unseen or (leaf.grad is None and id(leaf) in counted))
+                and (unseen or (leaf.grad is None and key in counted))
             )
             or (unseen and (flat or leaf.grad is not None))
         ]

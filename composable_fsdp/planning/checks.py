@@ -22,11 +22,7 @@ from composable_fsdp.planning.dtensors import (
 
 
 def refuse_container(module: object) -> None:
-    """Raise if ``module`` has no forward, because hooks on the module would never run.
-
-    Raises: TypeError, if ``module`` is no module; CompositionError, if ``module`` is a
-    container; PlanError, as ``refuse_module``.
-    """
+    """Raise if ``module`` has no forward, because hooks on it would never run."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"Expected a module, got a {type(module).__name__}.")
     refuse_module(module, "")

@@ -102,14 +102,8 @@ class UnitOptions:
             if given is not None:
                 own = by_fields(form, given, argument=name)
                 object.__setattr__(self, name, own)
-        flags: tuple[tuple[str, object], ...] = (
-            ("forward_prefetch", self.forward_prefetch),
-            ("limit_all_gathers", self.limit_all_gathers),
-            ("use_orig_params", self.use_orig_params),
-        )
-        for flag, value in flags:
-            if type(value) is not bool:
-                require_bool(value, flag)
+        for flag in ("forward_prefetch", "limit_all_gathers", "use_orig_params"):
+            require_bool(getattr(self, flag), flag)
         for name, expected, example in _KINDS:
             given = getattr(self, name)
             if given is not None and not isinstance(given, expected):
@@ -202,10 +196,7 @@ _EXAMPLES: dict[type, str] = {
 
 
 def by_name(kind: type[E], value: object, *, argument: str) -> E:
-    """Return ``value`` as a member of ``kind``; torch's members are matched by name.
-
-    Raises: TypeError, if ``kind`` has no such member.
-    """
+    """Return ``value`` as a member of ``kind``; torch's members are matched by name."""
     if isinstance(value, kind):
         return value
     # Code written for FSDP1 passes torch's enums.
@@ -220,13 +211,7 @@ def by_name(kind: type[E], value: object, *, argument: str) -> E:
 def by_fields(
     kind: type[D], value: object, *, argument: str, home: str = "composable_fsdp"
 ) -> D:
-    """Return ``value`` as a ``kind``; torch's dataclass of the same name is copied.
-
-    Raises: TypeError, if ``value`` is neither.
-
-    >>> by_fields(CPUOffload, CPUOffload(), argument="cpu_offload")
-    CPUOffload(offload_params=False, offload_states=False)
-    """
+    """Return ``value`` as a ``kind``; torch's dataclass of the same name is copied."""
     if isinstance(value, kind):
         return value
     # For the type checker: every caller passes a dataclass.
@@ -248,11 +233,7 @@ def by_fields(
 def override(
     root: UnitOptions, overrides: Mapping[str, Any], *, fqn: str
 ) -> UnitOptions:
-    """Return ``root`` with the options that a policy returned for a module.
-
-    Raises: PlanError, if a name is unknown, or if a value differs from the root's that
-    must be equal in the whole tree.
-    """
+    """Return ``root`` with the options that a policy returned for a module."""
     named = {_ALIASES.get(key, key): value for key, value in overrides.items()}
     unknown = [key for key in named if key not in PER_MODULE]
     if unknown:

@@ -1,9 +1,6 @@
 """Plans one application of ``fully_shard``: a module tree becomes ``Target``s.
 
-Planning runs every check before any tensor moves, so a refused model stays unchanged::
-
-    modules --assign_units--> Unit --_plan_unit--> UnitPlan  integers and names, cached
-                                '------_target---> Target    the plan and live objects
+Planning runs every check before any tensor moves, so a refused model stays unchanged.
 """
 
 from __future__ import annotations
@@ -149,13 +146,9 @@ def lay_out_again(
     return plan_regions(tuple(specs), world_size)
 
 
-_Names = tuple[str, ...]
-_Places = tuple[tuple[str, str], ...]
-
-
 def _places(
     occurrences: list[Occurrence], index: int
-) -> tuple[_Names, _Places, tuple[nn.Module, ...]]:
+) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[nn.Module, ...]]:
     """Return a parameter's names from its unit, its places, and each place's owner."""
     # A module that is reachable along two paths is one place with two names.
     names: dict[str, None] = {}
