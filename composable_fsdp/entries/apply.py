@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from composable_fsdp.entries.initial_values import Init, PreparedValues
     from composable_fsdp.planning.policies import AnyPolicy
 
-_is_meta = attrgetter("is_meta")
+_is_meta, _has_no_form = attrgetter("is_meta"), attrgetter("is_plain")
 
 
 def apply(
@@ -184,7 +184,7 @@ def _prepare_values(
 def _is_plain(target: Target) -> bool:
     """Return whether planning needs no check that knows the groups."""
     plan = target.plan
-    return plan.options.arena is None and all(r.is_plain for r in plan.regions)
+    return plan.options.arena is None and all(map(_has_no_form, plan.regions))
 
 
 def _device_of(

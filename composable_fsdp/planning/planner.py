@@ -71,7 +71,9 @@ def _target(
         if others:
             names, places, owners = _places(occurrences, index)
         else:
-            fqn = first.name_in(index) if has_others else first.path
+            # Not ``path``, which is a call per parameter.
+            plain = first.prefix + first.key
+            fqn = first.name_in(index) if has_others else plain
             names, places, owners = (fqn,), ((fqn, first.key),), (first.module,)
         is_plain = type(parameter) is nn.Parameter
         facts = (
