@@ -29,10 +29,10 @@ CALLS_PER_PARAMETER_STEP = -7
 OPS_PER_PARAMETER = 0
 # Set-up, per unit: calls of ``fully_shard``, and of the first forward and backward
 # beyond those of a later step.
-CALLS_SHARD = 570
+CALLS_SHARD = 525
 # The first step hooks the AccumulateGrad node of each sharded parameter, and audits
-# the calls behind the first forward: about 150 calls of 448.
-CALLS_FIRST = 450
+# the calls behind the first forward: about 150 calls of 397.
+CALLS_FIRST = 400
 
 HELP = (
     "{what}: {got:.2f}, but at most {most}. Each counts in every step of every unit. "

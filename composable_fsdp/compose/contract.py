@@ -7,8 +7,7 @@
          module <-- names and their order compared <-- value that it returned <-'
                             '-- on any error: the registry is restored
 
-Optimizers, checkpoints and the next API find parameters by name, and the order of names
-pairs ranks and optimizer states.
+Optimizers, checkpoints and the next API find parameters by name and order.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ S_co = TypeVar("S_co", covariant=True)
 T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
 
 First = Callable[[Any, Mapping[str, Any]], bool]
-"""Called with the module and the keyword arguments before a call changes anything; a
-true result ends the call.
-"""
+"""Called with module and keyword arguments before any change; true ends the call."""
 
 
 class Contract(Protocol[P, S_co]):

@@ -18,10 +18,9 @@ from composable_fsdp import (
     fully_shard,
     replicate,
 )
-from composable_fsdp.comm.meshes import groups_for
+from composable_fsdp.comm.meshes import groups_for, resolve_ranks
 from composable_fsdp.compose.registry import API
 from composable_fsdp.config import ShardingStrategy
-from composable_fsdp.entries.apply import prepare
 from composable_fsdp.flat.build import build_handle
 from composable_fsdp.planning.assign import PlanRequest, assign_units
 from composable_fsdp.planning.options import UnitOptions
@@ -182,13 +181,11 @@ def test_the_stages_of_an_application_can_run_alone(one_rank: World) -> None:
     model, request = nn.Linear(2, 2), PlanRequest(UnitOptions(), world_size=1)
     before = [id(p) for p in model.parameters()]
 
-    application = prepare(UnitOptions(strategy=ShardingStrategy.NO_SHARD))
-    with pytest.raises(AttributeError):
-        application.device_id = None  # type: ignore[misc]
+    ranks = resolve_ranks(None, None, "fully_shard")
     (unit,) = assign_units([model], PlanRequest(UnitOptions(), world_size=4))
     assert [id(p) for p, _ in unit.parameters] == before
     (target,) = plan_targets([model], request)
-    groups = groups_for(application.ranks, ShardingStrategy.FULL_SHARD)
+    groups = groups_for(ranks, ShardingStrategy.FULL_SHARD)
     handle = build_handle(target, groups=groups, device=one_rank.device)
     assert handle.leaves == (model.weight, model.bias)
     assert not model._forward_pre_hooks
@@ -198,7 +195,7 @@ def test_the_stages_of_an_application_can_run_alone(one_rank: World) -> None:
     states = build_units(
         targets,
         state,
-        ranks=application.ranks,
+        ranks=ranks,
         device=one_rank.device,
         before=None,
         awaiting=(),

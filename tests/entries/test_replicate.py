@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +24,10 @@ from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
     adamw,
-    assert_same_training,
     backward,
     differences,
     gpt_input,
-    sgd,
-    tolerance_at,
     train,
-    train_reference,
     trained_reference,
 )
 from tests.support.sharded import message_of
@@ -122,45 +117,24 @@ def test_replicated_and_sharded_parts_train_as_the_plain_model(
     assert losses == [step[world.rank] for step in expected]
 
 
-def train_as_hybrid(world: World, path: str, same_start: bool) -> list[str]:
-    """Blocks sharded over pairs, the model replicated across: four ranks' average."""
-    model = TinyGPT()
-    plain = copy.deepcopy(model)
+def refusal_over_other_ranks(world: World) -> str:
+    """Blocks sharded over pairs, the model replicated across."""
     shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     copies = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    if not same_start and world.rank >= 2:
-        for p in model.parameters():
-            p.data.add_(1.0)
-    mine = shards[world.rank // 2]
-    if path == "composable":
-        fully_shard(model, process_group=mine, policy=ModuleWrapPolicy({TinyBlock}))
-        outer = nn.Sequential(model)
-    else:
-        outer = nn.Sequential(FullyShardedDataParallel(model, process_group=mine))
-    replicate(outer, process_group=copies[world.rank % 2])
+    model = TinyGPT()
+    fully_shard(model.blocks[0], process_group=shards[world.rank // 2])
+    return message_of(lambda: replicate(model, process_group=copies[world.rank % 2]))
 
-    expected = train_reference(plain, world.world_size, gpt_input, sgd)
-    with record_steps() as calls:
-        losses = train(outer, world.rank, gpt_input, sgd)
-    assert_same_training(
-        outer,
-        nn.Sequential(plain),
-        losses,
-        [step[world.rank] for step in expected],
-        tolerance=tolerance_at(4),
+
+def test_a_unit_over_other_ranks_is_refused(ranks: RankCount) -> None:
+    """Its gradients would not be averaged over all replicas."""
+    first, *_ = ranks(4).run(refusal_over_other_ranks)
+    assert first == (
+        "CompositionError: replicate over ranks [0, 2] meets fully sharded module "
+        "(root) over ranks [0, 1]: its gradients would not be averaged over the "
+        "others. Shard it over all of these ranks; to shard within groups and "
+        "replicate across, pass a 2-D device_mesh (replicate, shard) to fully_shard."
     )
-    return [call.op for call in calls]
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("same_start", [True, False])
-def test_sharding_within_and_replicating_across_is_hybrid(
-    ranks: RankCount, same_start: bool, path: str
-) -> None:
-    """Units below average over both groups, and start from the first replica."""
-    for ops in ranks(4).run(train_as_hybrid, path, same_start):
-        units = 3 if path == "composable" else 1
-        assert ops.count("all_reduce") == ops.count("reduce_scatter") == 3 * units
 
 
 def start_apart(world: World, init_sync: bool) -> list[float]:

@@ -131,7 +131,7 @@ def test_the_drawing_in_the_module_is_what_is_planned() -> None:
         ParameterSpec((name,), shape, torch.float32, True, row_block(shape))
         for name, shape in (("weight", (5, 4)), ("bias", (8,)))
     ]
-    (region,) = plan_regions(specs, world_size=4)
+    (region,) = plan_regions(tuple(specs), 4)
 
     assert (region.numel, region.padded_numel, region.shard_numel) == (28, 32, 8)
     assert [owned(region, rank) for rank in range(4)] == [

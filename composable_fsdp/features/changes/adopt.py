@@ -5,9 +5,10 @@ The next use of a unit detects the change. ``tree.moments.changes`` is this modu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import lcm
 from operator import is_
 
 import torch
@@ -24,8 +25,8 @@ from composable_fsdp.flat.param_ref import param_refs, place_path, record_replac
 from composable_fsdp.flat.residency import shards_are_unchanged
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.planning.dtensors import is_dtensor
-from composable_fsdp.planning.layout import RegionLayout
-from composable_fsdp.planning.partition import split_region
+from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
+from composable_fsdp.planning.partition import SHARD_ALIGNMENT, round_up
 from composable_fsdp.runtime.grad_hooks import install_grad_hooks
 from composable_fsdp.runtime.meta_values import end_watch
 from composable_fsdp.runtime.offload import (
@@ -345,3 +346,92 @@ def _rebuild(
     # Tied places that still show another parameter get the adopted parameter.
     for parameters_of, name, leaf, _ in handle.swaps:
         parameters_of[name] = leaf
+
+
+def split_region(
+    layout: RegionLayout, trainable: Sequence[bool]
+) -> tuple[RegionLayout, ...]:
+    """Return the parts of a region, trainable and frozen; ``trainable`` is per slot.
+
+    An optimizer holds state for the elements that this rank has of a parameter, and no
+    collective moves that state. So elements stay on their rank; a dot is padding::
+
+        a (6), b (4), c (6) on two ranks    [ a a a a a a b b | b b c c c c c c ]
+        a frozen: b and c                   [ . . . . . . b b | b b c c c c c c ]
+                  a                         [ a a a a a a | . . . . . . ]
+    """
+    parts = []
+    for flag in (True, False):
+        chosen = [
+            slot
+            for slot, wanted in zip(layout.parameters, trainable, strict=True)
+            if wanted is flag
+        ]
+        if len(chosen) == len(layout.parameters):
+            # All flags are equal: nothing moves, only ``trainable`` changes.
+            return (replace(layout, trainable=flag),)
+        parts.append(_compact(layout, chosen, trainable=flag))
+    return tuple(parts)
+
+
+def _compact(
+    layout: RegionLayout, slots: list[ParameterSlot], *, trainable: bool
+) -> RegionLayout:
+    """Return a region of ``slots`` with the shard size of the rank that needs most."""
+    # Elements per 16 bytes: every part starts aligned.
+    unit = max(SHARD_ALIGNMENT // layout.dtype.itemsize, 1)
+    # Shards have equal sizes, so the rank that needs most decides.
+    size = _size(layout, slots, unit)
+    while size > layout.shard_numel:
+        # Parameters that were cast to a narrower dtype are aligned to fewer bytes. In a
+        # larger shard one that covers whole ranks would be cut at other elements.
+        unit //= 2
+        size = _size(layout, slots, unit)
+    return replace(
+        layout,
+        trainable=trainable,
+        numel=sum(slot.numel for slot in slots),
+        padded_numel=size * layout.world_size,
+        shard_numel=size,
+        parameters=tuple(_place(layout, slots, size, unit)),
+    )
+
+
+def _size(layout: RegionLayout, slots: list[ParameterSlot], unit: int) -> int:
+    """Elements of a shard in which every rank finds room for its parts."""
+    needed = 0
+    for rank in range(layout.world_size):
+        total = 0
+        for start, stop in (layout.interval(slot, rank) for slot in slots):
+            # Ranks without elements of the parameter need no space.
+            if stop > start:
+                total = round_up(total, unit) + stop - start
+        needed = max(needed, total)
+    # Blocks of a wire format are cut by no shard boundary; ``layout.shard_numel`` is a
+    # multiple of them, so the new shard is not larger.
+    grid = layout.wire.grid if layout.wire else 1
+    return round_up(needed, lcm(unit, grid))
+
+
+def _place(
+    layout: RegionLayout, slots: list[ParameterSlot], size: int, unit: int
+) -> list[ParameterSlot]:
+    """Return ``slots`` with new offsets, for shards of ``size`` elements."""
+    placed = []
+    end = 0
+    for slot in slots:
+        offset = end
+        # An empty parameter needs no position of its own.
+        if slot.numel:
+            # The first rank that holds elements, and their number there.
+            first = slot.offset // layout.shard_numel
+            part = min(layout.shard_numel * (first + 1) - slot.offset, slot.numel)
+            if part < slot.numel:
+                # It continues at the start of the next rank's shard.
+                offset = (first + 1) * size - part
+            else:
+                # Behind the previous part, and not before this rank's shard.
+                offset = max(round_up(end, unit), first * size)
+        placed.append(replace(slot, offset=offset))
+        end = offset + slot.numel
+    return placed

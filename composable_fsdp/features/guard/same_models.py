@@ -51,7 +51,7 @@ from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.flat.param_ref import ParamRef, slot_paths
 from composable_fsdp.flat.value_hash import WAY_OUT
 from composable_fsdp.naming import by_value, join_name, listed, quoted, ranks_text
-from composable_fsdp.planning.options import in_force
+from composable_fsdp.planning.options import PER_MODULE
 from composable_fsdp.tree.changed_settings import option_text, setting_values
 from composable_fsdp.tree.root import outermost, set_param_paths
 from composable_fsdp.tree.state import (
@@ -405,8 +405,9 @@ def _facts_of(units: Units, *, parts: bool) -> tuple[UnitFacts, ...]:
         }
         setting = id(state.options), *settings.values()
         if setting not in options:
-            told = {k: option_text(v) for k, v in in_force(state.options).items()}
-            del told["forward_prefetch"]  # told in detail elsewhere
+            # ``forward_prefetch`` is told in detail elsewhere.
+            names = [name for name in PER_MODULE if name != "forward_prefetch"]
+            told = {k: option_text(getattr(state.options, k)) for k in names}
             told |= {key: str(value) for key, value in settings.items()}
             options[setting] = tuple(told.items())
         above = "" if several else name
