@@ -14,6 +14,7 @@ Hooks of the graph and of the full parameters call this file, first to last::
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -84,8 +85,12 @@ class UnitForward:
     # would be a cycle, which keeps the activations alive.
     aliases: tuple[Any, ...] = ()
     """Nodes of the aliases of the inputs."""
+    entry: tuple[Any, UnitForward] | None = None
+    """``RuntimeContext.tail``, if an input came from there; emptied alike."""
+    followers: tuple[UnitForward, ...] = ()
+    """Calls that took the output of this one as it is: over where this one begins."""
     aliased: bool = False
-    """Whether the call had an alias, so that ``input_done`` will run."""
+    """Whether ``input_done`` will run."""
     inputs: tuple[tuple[Tensor, int], ...] = ()
     """Inputs with their versions at the start; emptied alike."""
     index: int = -1
@@ -97,7 +102,7 @@ class UnitForward:
 
     def forget_inputs(self) -> None:
         """Drop the references to the inputs of a forward that has raised."""
-        self.aliases, self.inputs = (), ()
+        self.aliases, self.inputs, self.entry = (), (), None
         if self.given is not None:
             self.given.give_back()
             self.given = None
@@ -108,6 +113,22 @@ class UnitForward:
             if not tensor.is_inference():
                 # Tensors of inference mode have no version counter.
                 self.inputs += ((tensor, tensor._version),)
+            return tensor
+        context = self.state.context
+        assert context is not None
+        tail = context.tail
+        # The output of the unit before as it is: the hook there ends this call, too. It
+        # runs behind hooks of the user on the tensor, and after all its users, which
+        # may cost the memory of this unit.
+        if (
+            tail is not None
+            and tail[0] is tensor.grad_fn
+            and tensor.output_nr == 0
+            and self.order is context.order
+            and not tensor._backward_hooks
+        ):
+            self.entry = tail
+            self.inputs += ((tensor, tensor._version),)
             return tensor
         # On an alias (``view_as``) of this call alone: a hook on the input's own node
         # would run only after all users of the input.
@@ -121,9 +142,10 @@ class UnitForward:
         return view
 
     def input_done(self, _: object, gradients: tuple[Any, ...]) -> None:
-        """Hook of the node of an aliased input: after the last, reshard and reduce."""
+        """Hook of the node of each input: after the last, reshard and reduce."""
         if self.state.handle.backward.retained:
-            _hook_for_next_backward(self, gradients)
+            for gradient in gradients:
+                _hook_for_next_backward(self, gradient)
         # The engine runs ready nodes by sequence number, highest (youngest) first. The
         # alias is the oldest node of this forward, so all other nodes of the forward
         # have run.
@@ -171,20 +193,33 @@ class UnitForward:
 
 def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> bool:
     """Register ``pre_backward`` on the outputs; return if a backward can come."""
-    aliases = call.aliases
-    call.aliased = bool(aliases)
+    aliases, entry = call.aliases, call.entry
     # ``forget_inputs``, inlined: a call per forward.
-    call.aliases, call.inputs = (), ()
+    call.aliases, call.inputs, call.entry = (), (), None
     if len(tensors) == 1 and tensors[0]._base is None:
         node = tensors[0].grad_fn
         nodes = [] if node is None else [node]
     else:
-        nodes = grad_fns_of(tensors, first_number(aliases))
+        since = first_number(aliases if entry is None else entry[:1])
+        nodes = grad_fns_of(tensors, since)
     if not nodes and torch._C._functorch.peek_interpreter_stack() is not None:
         inside = PASSAGES["full"].below_transforms(tensors)
         nodes = grad_fns_of(inside, first_number(aliases))
     if not nodes:
         return False
+    # Of an input that is also an output no hook runs after the unit.
+    enters = None
+    if entry is not None and entry[0] not in nodes:
+        enters = entry[0]
+        aliases = (enters, *aliases)
+        entry[1].followers += (call,)
+    call.aliased = bool(aliases)
+    if adds:
+        context = call.state.context
+        assert context is not None
+        # The hook of a unit inside, on the same node, runs first.
+        if context.tail is None or context.tail[0] is not nodes[0]:
+            context.tail = (nodes[0], call) if len(nodes) == 1 else None
     if len(aliases) == 1:
         counted: tuple[Any, ...] = ()
     else:
@@ -193,7 +228,7 @@ def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> boo
         others = [a for a in aliases if all(a is not node for node in nodes)]
         # A single alias is not counted: it runs behind all other nodes of the forward.
         counted = tuple(others) if len(others) > 1 else ()
-    hook = partial(pre_backward, call, counted)
+    hook = partial(pre_backward, call, counted, enters)
     for node in nodes:
         node.register_prehook(hook)
     for tensor in tensors:
@@ -241,8 +276,10 @@ def _put_first(hook: Any, tensor: Tensor) -> None:
             each._backward_hooks.update({FSDP_HOOK_KEY: hook, **hooks})
 
 
-def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) -> None:
-    """Unshard the unit and expect gradients, once per call and graph task.
+def pre_backward(
+    call: UnitForward, aliases: tuple[Any, ...], entry: Any, _: object = None
+) -> None:
+    """End the next calls; unshard and expect gradients, once per call and graph task.
 
     Raises: DesyncError, PhaseError. Collective: all-gathers of this and the next unit.
     """
@@ -250,6 +287,9 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     if call.task == task:
         return
     call.task = task
+    for follower in reversed(call.followers):
+        if follower.task == task:
+            follower.input_done(None, ())
     # A single alias is not looked up: if the alias does not run, nothing counts down.
     # Of several aliases, count only the aliases that this graph task will run.
     call.waiting = sum(map(will_run, aliases)) if aliases else 1
@@ -265,6 +305,12 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     # call without an alias ends with the graph task.
     if call.aliased:
         progress.expected_calls += 1
+        if progress.retained and entry is not None:
+            # Of an input that ``autograd.grad`` was asked for only tensor hooks run.
+            probe = torch.empty(0)
+            then = partial(_hook_for_next_backward, call)
+            probe._backward_hooks = OrderedDict({FSDP_HOOK_KEY: then})
+            entry._register_hook_dict(probe)
     else:
         # Read if another unit needs the slot of an arena (``features.arena``).
         progress.endless = True
@@ -291,13 +337,11 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
         prefetch_backward(context, order, order.reached)
 
 
-def _hook_for_next_backward(call: UnitForward, gradients: tuple[Any, ...]) -> None:
+def _hook_for_next_backward(call: UnitForward, gradient: Any) -> None:
     """Register a hook that unshards the unit in a backward of this backward."""
     # It enters the graph, which reads the parameters, at the inputs' gradients.
-    hook = partial(pre_next_backward, call)
-    for gradient in gradients:
-        if gradient is not None and gradient.grad_fn is not None:
-            gradient.grad_fn.register_prehook(hook)
+    if gradient is not None and gradient.grad_fn is not None:
+        gradient.grad_fn.register_prehook(partial(pre_next_backward, call))
 
 
 def pre_next_backward(call: UnitForward, _: object = None) -> None:

@@ -165,7 +165,7 @@ def _begin_first(context: RuntimeContext, root: _RootFSDPState) -> None:
 
 def end_iteration(context: RuntimeContext) -> None:
     """Record that the forward that began the iteration has ended or raised."""
-    context.entered = context.frame = None
+    context.entered = context.frame = context.tail = None
     for observer in context.observers:
         observer.iteration_ends()
 

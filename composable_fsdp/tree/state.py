@@ -195,6 +195,9 @@ class RuntimeContext(Referable):
     # graph still refer to the order of their own forward.
     order: StepOrder = field(default_factory=StepOrder)
     """The order of the current or the latest forward."""
+    tail: tuple[Any, Any] | None = None
+    """In a forward: the node of the output of the last call (``UnitForward``), if it
+    has one output, and the call."""
     entered: _FSDPState | None = None
     """The unit whose forward began the iteration, while that forward runs."""
     # A KeyboardInterrupt runs no forward hook and leaves ``entered`` set: then
