@@ -88,7 +88,8 @@ class UnitForward:
     entry: tuple[Any, UnitForward] | None = None
     """``RuntimeContext.tail``, if an input came from there; emptied alike."""
     followers: tuple[UnitForward, ...] = ()
-    """Calls that took the output of this one as it is: over where this one begins."""
+    """Calls that took the output of this one as it is, latest first: their backward is
+    over where that of this call begins."""
     aliased: bool = False
     """Whether ``input_done`` will run."""
     inputs: tuple[tuple[Tensor, int], ...] = ()
@@ -212,7 +213,7 @@ def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> boo
     if entry is not None and entry[0] not in nodes:
         enters = entry[0]
         aliases = (enters, *aliases)
-        entry[1].followers += (call,)
+        entry[1].followers = (call, *entry[1].followers)
     call.aliased = bool(aliases)
     if adds:
         context = call.state.context
@@ -287,7 +288,7 @@ def pre_backward(
     if call.task == task:
         return
     call.task = task
-    for follower in reversed(call.followers):
+    for follower in call.followers:
         if follower.task == task:
             follower.input_done(None, ())
     # A single alias is not looked up: if the alias does not run, nothing counts down.
