@@ -96,11 +96,6 @@ class ReduceRule:
     after_sum: Callable[[torch.Tensor], None] | None = None
     """Called with the sums of a region, before the division after the sum. Default:
     None."""
-    # With the arguments of ``collectives``, so that a step only picks a function.
-    all_gather: Callable[..., Any] | None = None
-    """Stands in for ``collectives.all_gather_flat`` in the step. Default: None."""
-    reduce_scatter: Callable[..., Any] | None = None
-    """Stands in for ``collectives.reduce_scatter_flat``. Default: None."""
 
 
 def split_factor(factor: float) -> tuple[float, float]:

@@ -60,6 +60,7 @@ from composable_fsdp.tree.moments import PASSAGES
 from composable_fsdp.tree.state import StepOrder, _FSDPState
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_PRE, _POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Return the sequence number of the next node of this thread."""
 
@@ -145,8 +146,7 @@ class UnitForward:
     def input_done(self, _: object, gradients: tuple[Any, ...]) -> None:
         """Hook of the node of each input: after the last, reshard and reduce."""
         if self.state.handle.backward.retained:
-            for gradient in gradients:
-                _hook_for_next_backward(self, gradient)
+            _hook_for_next_backward(self, gradients)
         # The engine runs ready nodes by sequence number, highest (youngest) first. The
         # alias is the oldest node of this forward, so all other nodes of the forward
         # have run.
@@ -166,8 +166,7 @@ class UnitForward:
         reduces = False
         waits = progress.open_calls or (progress.pending and awaits_gradients(handle))
         if not waits:
-            if not progress.retained:
-                reshard_after_backward(state, handle)
+            reshard_after_backward(state, handle)
             # Of a unit that stays full until the graph task ends: if compute is left
             # that may hide the reduction.
             if order.reached or not progress.retained:
@@ -176,8 +175,7 @@ class UnitForward:
         # ``reached`` and not ``self.index``: units inside this unit have run since, so
         # the next unit is the one before the earliest use that backward has reached.
         if (
-            handle.layout.plan.options.backward_prefetch
-            is BackwardPrefetch.BACKWARD_POST
+            handle.layout.plan.options.backward_prefetch is _POST
             and order.reached > 0
             and not state.ahead_in_backward
         ):
@@ -201,8 +199,8 @@ def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> boo
         node = tensors[0].grad_fn
         nodes = [] if node is None else [node]
     else:
-        since = first_number(aliases if entry is None else entry[:1])
-        nodes = grad_fns_of(tensors, since)
+        older = -1 if entry is None else entry[0]._sequence_nr()
+        nodes = grad_fns_of(tensors, max(first_number(aliases), older + 1))
     if not nodes and torch._C._functorch.peek_interpreter_stack() is not None:
         inside = PASSAGES["full"].below_transforms(tensors)
         nodes = grad_fns_of(inside, first_number(aliases))
@@ -215,20 +213,8 @@ def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> boo
         aliases = (enters, *aliases)
         entry[1].followers = (call, *entry[1].followers)
     call.aliased = bool(aliases)
-    if adds:
-        context = call.state.context
-        assert context is not None
-        # The hook of a unit inside, on the same node, runs first.
-        if context.tail is None or context.tail[0] is not nodes[0]:
-            context.tail = (nodes[0], call) if len(nodes) == 1 else None
-    if len(aliases) == 1:
-        counted: tuple[Any, ...] = ()
-    else:
-        # A hook must not hold the node that the hook is registered on (an alias that is
-        # also an output): the reference cycle would keep the graph alive.
-        others = [a for a in aliases if all(a is not node for node in nodes)]
-        # A single alias is not counted: it runs behind all other nodes of the forward.
-        counted = tuple(others) if len(others) > 1 else ()
+    # A single alias is not counted: it runs behind all other nodes of the forward.
+    counted = () if len(aliases) == 1 else _counted(aliases, nodes)
     hook = partial(pre_backward, call, counted, enters)
     for node in nodes:
         node.register_prehook(hook)
@@ -236,12 +222,30 @@ def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> boo
         if tensor._backward_hooks or tensor._base is not None:
             _put_first(hook, tensor)
     if adds:
-        call.index = call.order.add(call.state, call.begin)
+        _add_use(call, nodes)
     # Without an alias no ``input_done`` counts this call down, as intended: the
     # gradient may flow to an attribute or a closure until the graph task ends.
     calls, handle = call.order.graphs, call.state.handle
     calls[handle] = calls.get(handle, 0) + 1
     return True
+
+
+def _counted(aliases: tuple[Any, ...], nodes: list[Any]) -> tuple[Any, ...]:
+    """Return the aliases that pre-backward counts, if several."""
+    # A hook must not hold the node that the hook is registered on (an alias that is
+    # also an output): the reference cycle would keep the graph alive.
+    others = [a for a in aliases if all(a is not node for node in nodes)]
+    return tuple(others) if len(others) > 1 else ()
+
+
+def _add_use(call: UnitForward, nodes: list[Any]) -> None:
+    """Add the call to the order of its forward, and let the next call follow it."""
+    call.index = call.order.add(call.state, call.begin)
+    context = call.state.context
+    assert context is not None
+    # The hook of a unit inside, on the same node, runs first.
+    if context.tail is None or context.tail[0] is not nodes[0]:
+        context.tail = (nodes[0], call) if len(nodes) == 1 else None
 
 
 def grad_fns_of(tensors: Iterable[Tensor], since: int) -> list[Any]:
@@ -304,17 +308,11 @@ def pre_backward(
     progress = handle.backward
     # A call with an alias ends by ``input_done``, which then reshards and reduces; a
     # call without an alias ends with the graph task.
-    if call.aliased:
-        progress.expected_calls += 1
-        if progress.retained and entry is not None:
-            # Of an input that ``autograd.grad`` was asked for only tensor hooks run.
-            probe = torch.empty(0)
-            then = partial(_hook_for_next_backward, call)
-            probe._backward_hooks = OrderedDict({FSDP_HOOK_KEY: then})
-            entry._register_hook_dict(probe)
-    else:
-        # Read if another unit needs the slot of an arena (``features.arena``).
-        progress.endless = True
+    # Both are read if another unit needs the slot of an arena (``features.arena``).
+    progress.expected_calls += call.aliased
+    progress.endless |= not call.aliased
+    if progress.retained:
+        _await_next_backward(call, entry)
     if order not in progress.orders:
         # First call of this order in this graph task: add the open calls of
         # the whole forward.
@@ -330,19 +328,27 @@ def pre_backward(
         order.reached = call.index
     if state.ahead_in_backward:
         prefetch_listed(context, state, state.ahead_in_backward)
-    elif (
-        order.reached > 0
-        and handle.layout.plan.options.backward_prefetch
-        is BackwardPrefetch.BACKWARD_PRE
-    ):
+    elif order.reached > 0 and handle.layout.plan.options.backward_prefetch is _PRE:
         prefetch_backward(context, order, order.reached)
 
 
-def _hook_for_next_backward(call: UnitForward, gradient: Any) -> None:
+def _await_next_backward(call: UnitForward, entry: Any) -> None:
+    """Have node ``entry``, if any, call ``_hook_for_next_backward``."""
+    if entry is not None:
+        # Of an input that ``autograd.grad`` was asked for only tensor hooks run.
+        probe = torch.empty(0, device="cpu")
+        then = partial(_hook_for_next_backward, call)
+        probe._backward_hooks = OrderedDict({FSDP_HOOK_KEY: then})
+        entry._register_hook_dict(probe)
+
+
+def _hook_for_next_backward(call: UnitForward, found: Any) -> None:
     """Register a hook that unshards the unit in a backward of this backward."""
     # It enters the graph, which reads the parameters, at the inputs' gradients.
-    if gradient is not None and gradient.grad_fn is not None:
-        gradient.grad_fn.register_prehook(partial(pre_next_backward, call))
+    hook = partial(pre_next_backward, call)
+    for gradient in found if type(found) is tuple else (found,):
+        if gradient is not None and gradient.grad_fn is not None:
+            gradient.grad_fn.register_prehook(hook)
 
 
 def pre_next_backward(call: UnitForward, _: object = None) -> None:
@@ -475,7 +481,7 @@ def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
     """Reshard the unit after backward, or keep the unit full if so configured."""
     context = state.context
     assert context is not None
-    if handle.calls:
+    if handle.calls or handle.backward.retained:
         return
     handle.phase = BACKWARD_POST
     if OPEN:

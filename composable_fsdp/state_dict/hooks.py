@@ -24,8 +24,7 @@ from composable_fsdp.comm.meeting import Call
 from composable_fsdp.config import FullStateDictConfig, StateDictSettings, StateDictType
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import join_name, quoted, strip_wrapper
-from composable_fsdp.runtime.precision import own_buffers
-from composable_fsdp.runtime.recover import require_between_steps
+from composable_fsdp.runtime.recover import own_buffers, require_between_steps
 from composable_fsdp.state_dict import dcp_caller
 from composable_fsdp.state_dict.full import (
     Shown,

@@ -231,10 +231,7 @@ class RuntimeContext(Referable):
         use: FlatParamHandle | Reduced,
         forward: Hashable = (),
     ) -> None:
-        """Call ``log.depart`` for a use in backward.
-
-        Collective: none, as ``depart``. Raises: DesyncError, as ``depart``.
-        """
+        """Call ``log.depart`` for a use in backward. Raises: DesyncError."""
         if log.is_open:
             # Computing the mode reads all units, so this is done once per round.
             log.depart(use, ())

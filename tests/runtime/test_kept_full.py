@@ -106,7 +106,7 @@ def test_a_gradient_of_the_output_of_a_unit_is_differentiated_again(
     world: World,
 ) -> None:
     """Where the next unit begins, after another forward and backward."""
-    found: list[dict[str, Tensor]] = []
+    found: list[dict[str, Any]] = []
     for sharded in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(
