@@ -28,7 +28,7 @@ from composable_fsdp.naming import (
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import local_of, whole_of
 from composable_fsdp.planning.partition import interval_boxes, moved
-from composable_fsdp.runtime.precision import own_buffers
+from composable_fsdp.runtime.recover import own_buffers
 from composable_fsdp.tree.state import _FSDPState
 
 RankBox = tuple[int, tuple[int, ...], tuple[int, ...]]

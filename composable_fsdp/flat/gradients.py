@@ -89,7 +89,10 @@ def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
         _free_gradient(region)
     if gradient.shard is None:
         numel, device = region.layout.shard_numel, region.device
-        shard = new_shard(numel, gradient.dtype, device, offload=region.offload)
+        if gradient.dtype is region.shard.dtype and not region.offload:
+            shard = torch.empty_like(region.shard)  # faster than by numbers
+        else:
+            shard = new_shard(numel, gradient.dtype, device, offload=region.offload)
         if gradient.keeps_empty:
             gradient.views = gradient_views(region, shard)
         else:

@@ -80,15 +80,19 @@ def use_full(handle: FlatParamHandle) -> None:
     if UNSHARDED not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, UNSHARDED)
     swaps = handle.form.swaps
-    # Plain loops, which take half the time of ``map`` and its like.
+    # A plain loop, which takes half the time of ``map`` and its like.
     try:
-        for table, key, sharded, _ in swaps:
+        for table, key, sharded, full in swaps:
             if table[key] is not sharded:
                 refuse_foreign(handle)  # an earlier use may have left a full leaf
-    except KeyError:
-        refuse_foreign(handle)
-    for table, key, _, full in swaps:
-        table[key] = full
+            table[key] = full
+    except (KeyError, CompositionError) as error:
+        for table, key, sharded, full in swaps:
+            if table.get(key) is full:
+                table[key] = sharded
+        if isinstance(error, KeyError):
+            refuse_foreign(handle)
+        raise
     # Parts may be called, until ``use_sharded``. A user may have cleared their hooks.
     for hooks in handle.guards:
         if REFUSE in hooks:

@@ -35,7 +35,7 @@ from composable_fsdp.flat.handle import (
 from composable_fsdp.flat.param_ref import place_path
 from composable_fsdp.flat.residency import SHARDED, find_changed
 from composable_fsdp.naming import quoted
-from composable_fsdp.phases import BACKWARD_PRE, SUMMON, Phase
+from composable_fsdp.phases import BACKWARD_PRE, IDLE, SUMMON, Phase
 from composable_fsdp.runtime.offload import finish_d2h_grad_copies
 from composable_fsdp.runtime.reduce import (
     drop_reduction,
@@ -358,7 +358,7 @@ def _finish_reached_units(
             continue
         # ``reset_backward``, inlined: a call per unit.
         handle.backward = NO_BACKWARD
-        handle.phase = Phase.IDLE
+        handle.phase = IDLE
         if handle.reduction.due:
             handle.reduction.due = has_arrived(handle)
             for region in handle.layout.trainable:
@@ -394,8 +394,10 @@ def _finish_other_units(context: RuntimeContext, *, retained: bool) -> None:
     """Reduce gradients that earlier backwards left, and reshard unreached units."""
     for state in root_of(context)._root_states:
         handle = state.handle
-        held = handle.reduction.held is not None and handle.rule.all_reduce
-        if (handle.reduction.due or held) and state.settings.sync_gradients:
+        reduction = handle.reduction
+        if (
+            reduction.due or (reduction.held is not None and handle.rule.all_reduce)
+        ) and state.settings.sync_gradients:
             # The gradients arrived under ``no_sync``, or wait for the all-reduce over
             # the replicate group, and this backward has not reached the unit.
             reduce_gradients(context, handle)

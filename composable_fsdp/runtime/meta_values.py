@@ -20,7 +20,7 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import in_model_order
 from composable_fsdp.flat.value_hash import digest_of_start
 from composable_fsdp.naming import join_name, listed, quoted
-from composable_fsdp.runtime.precision import own_buffers
+from composable_fsdp.runtime.recover import own_buffers
 from composable_fsdp.tree.root import unit_paths
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states

@@ -7,12 +7,12 @@ finds graph tasks that have not ended and resets their units, without waiting fo
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from itertools import chain
 from types import FrameType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composable_fsdp.comm.operations import end_all_ranges
 from composable_fsdp.errors import PhaseError
@@ -25,14 +25,16 @@ from composable_fsdp.flat.residency import (
     UNSHARDED,
     shards_are_unchanged,
 )
+from composable_fsdp.naming import TRANSPARENT, join_name
+from composable_fsdp.planning.walk import named
 from composable_fsdp.runtime import graph_task, offload, reduce, unshard
 from composable_fsdp.runtime.grad_hooks import make_nodes_on_current_stream
-from composable_fsdp.runtime.precision import cast_buffers
 from composable_fsdp.tree import moments
 from composable_fsdp.tree.changed_settings import changed_flags, changed_settings
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import (
     ALL_RANKS,
+    OWNERS,
     RuntimeContext,
     StepOrder,
     _FSDPState,
@@ -163,9 +165,46 @@ def _begin_first(context: RuntimeContext, root: _RootFSDPState) -> None:
         context.is_checked = True
 
 
+def cast_buffers(state: _FSDPState) -> None:
+    """Cast the unit's floating point buffers to ``buffer_dtype``, in place."""
+    precision = state.precision
+    assert precision is not None
+    dtype, known = precision.buffer_dtype, precision.buffer_dtypes
+    # By id, because a shared buffer is cast under the first of its names.
+    just_cast: dict[int, torch.dtype] = {}
+    for number, fqn, buffer in own_buffers(state):
+        if not buffer.is_floating_point():
+            continue
+        if buffer.dtype != dtype:
+            just_cast[id(buffer)] = buffer.dtype
+            # ``.data``: the buffer object stays the same.
+            buffer.data = buffer.to(dtype)
+        if just_cast and id(buffer) in just_cast:
+            # Two modules of the unit may have buffers of the same name.
+            known[number, fqn] = just_cast[id(buffer)]
+
+
+def own_buffers(state: _FSDPState) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield the unit's module, by number, the name from there, and the buffer."""
+
+    def enter(module: nn.Module) -> bool:
+        owner = OWNERS.get(module)
+        # An activation checkpoint wrapper that was inserted after ``fully_shard`` has
+        # no owner; the wrapped module may belong to this unit.
+        return owner is state or (
+            owner is None and any(name in module._modules for name in TRANSPARENT)
+        )
+
+    for number, root in enumerate(state.modules):
+        for fqn, module in named(root, enter=enter, every_path=True):
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield number, join_name(fqn, name), buffer
+
+
 def end_iteration(context: RuntimeContext) -> None:
     """Record that the forward that began the iteration has ended or raised."""
-    context.entered = context.frame = None
+    context.entered = context.frame = context.tail = None
     for observer in context.observers:
         observer.iteration_ends()
 

@@ -37,7 +37,7 @@ from composable_fsdp.comm.device import (
 )
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.operations import Operation
-from composable_fsdp.errors import CompositionError, PhaseError
+from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.gradients import copy_waiting_views
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -59,15 +59,10 @@ from composable_fsdp.tree.state import RuntimeContext, StepOrder, _FSDPState
 def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Issue the all-gather that fills the full buffers; ``wait_unsharded`` comes next.
 
-    Raises: PhaseError, if the unit is unsharded or an all-gather is in flight.
     Collective: one all-gather (regions coalesced) over the shard group.
     """
-    if handle.residency not in NOT_GATHERED:
-        raise PhaseError(
-            f"unshard expects fully sharded module {handle.name} to be sharded; it is "
-            "full already. Ask handle.residency first."
-        )
-    if handle.form.readable is not None and handle.form.needs_fill:
+    form = handle.form
+    if form.readable is not None and form.needs_fill:
         # A unit that was kept for a second backward is still readable, and the
         # all-gather overwrites the memory that saved tensors refer to.
         make_unreadable(handle)
@@ -75,9 +70,9 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         handle.writes.gathered_at = shard_versions(handle)
     # Before the memory is taken: a unit that has to give way releases its slot, on CUDA
     # behind its last reader.
-    if handle.form.arena_slot is not None:
-        handle.form.arena_slot.make_way(context, handle)
-    if not handle.form.needs_fill:
+    if form.arena_slot is not None:
+        form.arena_slot.make_way(context, handle)
+    if not form.needs_fill:
         residency.move(handle, HIDDEN)
     elif context.streams.host_waits:
         # The full buffers take the memory of the reduction (``runtime.reduce``). Not in
@@ -103,11 +98,11 @@ def _gather(
 
     Returns what to wait for, and the group over which the full buffers were gathered.
     """
-    full, shards = handle.form.gather_lists
-    work, ref = None, handle.groups.shard_ref
-    source = handle.form.source
+    form = handle.form
+    full, shards = form.gather_lists
+    work, ref, source = None, handle.groups.shard_ref, form.source
     if source is None:
-        for own_slice, shard in handle.form.fills:
+        for own_slice, shard in form.fills:
             copy_async(own_slice, shard)
     else:
         shards, ref = source.fill(context, handle)
@@ -214,9 +209,10 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         residency.use_sharded(handle)
     if handle.residency in NOT_GATHERED or handle.kept_for_backward:
         return
-    stays = not handle.form.needs_fill
-    if handle.form.handed is not None:
-        stays |= _take_back(context, handle, handle.form.handed)
+    form = handle.form
+    stays = not form.needs_fill
+    if form.handed is not None:
+        stays |= _take_back(context, handle, form.handed)
     if stays:
         residency.move(handle, SHARDED)
         return

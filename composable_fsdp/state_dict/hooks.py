@@ -37,8 +37,11 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
 from composable_fsdp.naming import quoted, strip_wrapper
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.precision import own_buffers
-from composable_fsdp.runtime.recover import before_shard_write, require_between_steps
+from composable_fsdp.runtime.recover import (
+    before_shard_write,
+    own_buffers,
+    require_between_steps,
+)
 from composable_fsdp.state_dict import dcp_caller
 from composable_fsdp.state_dict.full import (
     Shown,

@@ -181,6 +181,9 @@ class RuntimeContext(Referable):
     # graph still refer to the order of their own forward.
     order: StepOrder = field(default_factory=StepOrder)
     """The order of the current or the latest forward."""
+    tail: tuple[Any, Any] | None = None
+    """In a forward: the node of the output of the last call (``UnitForward``), if it
+    has one output, and the call."""
     entered: _FSDPState | None = None
     """The unit whose forward began the iteration, while that forward runs."""
     # A KeyboardInterrupt runs no forward hook and leaves ``entered`` set: then
@@ -211,7 +214,7 @@ class RuntimeContext(Referable):
     def enter_backward_use(
         self, log: UseOrder, use: FlatParamHandle | Reduced, forward: Hashable = ()
     ) -> None:
-        """Call ``log.depart`` for a use in backward; raises DesyncError, as that."""
+        """Call ``log.depart`` for a use in backward. Raises: DesyncError."""
         if log.is_open:
             # Computing the mode reads all units, so this is done once per round.
             log.depart(use, ())

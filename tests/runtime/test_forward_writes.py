@@ -41,11 +41,11 @@ def test_functional_call_on_a_unit_is_refused_by_name(
     model(x)
     if unsharded:
         unshard(model)
-    called, name = (model, "1.weight") if where == "root" else (model[1], "weight")
-    call = partial(torch.func.functional_call, called, {name: torch.eye(WIDTH)}, (x,))
+    called, name = (model, "1.bias") if where == "root" else (model[1], "bias")
+    call = partial(torch.func.functional_call, called, {name: torch.ones(WIDTH)}, (x,))
 
     hook = model[0].register_forward_hook(lambda *_: call())
-    with pytest.raises((CompositionError, PlanError), match=r"'1.weight'"):
+    with pytest.raises((CompositionError, PlanError), match=r"'1.bias'"):
         model(x) if where == "inside" else call()
     hook.remove()
 

@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import ShardingStrategy, fully_shard, no_sync, unshard
+from composable_fsdp import (
+    ShardingStrategy,
+    fully_shard,
+    get_full_grad,
+    no_sync,
+    unshard,
+)
 from composable_fsdp.access import set_reshard_after_backward
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.errors import PhaseError
@@ -93,6 +99,33 @@ def test_what_a_graph_has_saved_is_unreadable_while_an_all_gather_writes_it(
     assert versions(form.placed) == form.unreadable
     assert pending is not None
     pending.wait()
+
+
+@on_ranks(2)
+def test_a_gradient_of_the_output_of_a_unit_is_differentiated_again(
+    world: World,
+) -> None:
+    """Where the next unit begins, after another forward and backward."""
+    found: list[dict[str, Any]] = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        )
+        names = [name for name, _ in model.named_parameters()]
+        for each in (*model, model) if sharded else ():
+            fully_shard(each)
+        inner: list[Tensor] = []
+        model[0].register_forward_hook(lambda *call, kept=inner: kept.append(call[2]))
+        for _ in range(3):
+            x = torch.linspace(-1, 1, 8).view(2, 4)
+            loss = model(x).square().sum()
+            (grad,) = torch.autograd.grad(loss, inner[-1], create_graph=True)
+            backward(model(x).sum())
+            backward(grad.square().sum())
+        of = get_full_grad if sharded else lambda m, name: m.get_parameter(name).grad
+        found.append({name: of(model, name) for name in names})
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("shown", [False, True])

@@ -33,7 +33,7 @@ from composable_fsdp.runtime.offload import (
     finish_d2h_grad_copies,
     synchronize_copy_stream,
 )
-from composable_fsdp.runtime.precision import own_buffers
+from composable_fsdp.runtime.recover import own_buffers
 from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.runtime.unshard import free_oldest, release
 from composable_fsdp.tree.root import ensure_root, set_streams, unit_paths

@@ -406,8 +406,8 @@ def _facts_of(units: Units, *, parts: bool) -> tuple[UnitFacts, ...]:
         setting = id(state.options), *settings.values()
         if setting not in options:
             # ``forward_prefetch`` is told in detail elsewhere.
-            names = [name for name in PER_MODULE if name != "forward_prefetch"]
-            told = {k: option_text(getattr(state.options, k)) for k in names}
+            per_module = [each for each in PER_MODULE if each != "forward_prefetch"]
+            told = {k: option_text(getattr(state.options, k)) for k in per_module}
             told |= {key: str(value) for key, value in settings.items()}
             options[setting] = tuple(told.items())
         above = "" if several else name
