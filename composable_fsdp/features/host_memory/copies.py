@@ -44,6 +44,7 @@ from composable_fsdp.optim.step_checks import (
     needs_whole_params,
 )
 from composable_fsdp.tools.memory import slot_bytes
+from composable_fsdp.tree.state import _get_module_fsdp_state
 
 Group = dict[str, Any]
 _INSTALLED = "_composable_fsdp_host_states"
@@ -255,7 +256,10 @@ def offload_planned(optimizer: Optimizer) -> None:
     for handle in handles_of(optimizer):
         offload = handle.layout.plan.options.cpu_offload
         if offload is not None and offload.offload_states:
-            return offload_states(optimizer, handle.layout.owners[0])
+            # The owner may be a layer inside of the unit.
+            state = _get_module_fsdp_state(handle.layout.owners[0])
+            assert state is not None
+            return offload_states(optimizer, state.module)
 
 
 @dataclass(eq=False)
