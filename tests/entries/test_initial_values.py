@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from composable_fsdp import fully_shard
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import PATHS, apply_units
 from tests.support.sharded import message_of
@@ -54,3 +55,22 @@ def test_a_broadcast_of_unlike_tensors_is_refused_before_it_begins(
         assert text.startswith(start), what
         assert world.all_equal(text)
         assert model[0].weight.shape == (4, 4)
+
+
+@pytest.mark.req("B-08")
+def test_a_module_on_two_paths_is_initialized_once(one_rank: World) -> None:
+    """As ``model.apply`` visits it, and so under one seed with the same values."""
+    met: list[nn.Module] = []
+
+    def init(module: nn.Module) -> None:
+        met.append(module)
+        module.to_empty(device=one_rank.device, recurse=False)
+        nn.init.ones_(module.get_parameter("weight"))
+
+    with torch.device("meta"):
+        layer = nn.Linear(4, 4, bias=False)
+        model = nn.Sequential(layer, nn.ReLU(), layer)
+    fully_shard(model, param_init_fn=init)
+
+    assert met == [layer]
+    assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 16.0))
