@@ -24,7 +24,6 @@ from composable_fsdp.flat.build import full_leaves, full_views
 from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
 from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.memory import is_at
 from composable_fsdp.flat.param_ref import param_refs, place_path, slot_path
 from composable_fsdp.flat.region import FlatParameter, part_of
 from composable_fsdp.flat.residency import version_of, written
@@ -127,11 +126,12 @@ class UnshardedUnit:
             shown = parameters.get(name)
             # Of a DTensor the plain tensor inside, which must be a view of ``full``.
             found = local_of(shown) if isinstance(shown, Tensor) else shown
-            if shown is expected and found is not None and is_at(found, home):
-                continue
             got = type(found).__name__
             if isinstance(found, Tensor):
                 got = f"{tuple(found.shape)} {found.dtype}"
+                is_own = shown is expected and found.dtype == home.dtype
+                if is_own and found.is_set_to(home):
+                    continue
             if got != f"{tuple(home.shape)} {home.dtype}":
                 raise PhaseError(
                     "Inside unshard_params parameter "

@@ -24,6 +24,7 @@ from composable_fsdp.flat.handle import (
 from composable_fsdp.flat.memory import GatherSource
 from composable_fsdp.flat.param_form import NO_FORMS, Forms, plain_leaves
 from composable_fsdp.flat.region import (
+    NO_DIVISION,
     FlatGradient,
     FlatParameter,
     FullBuffer,
@@ -358,9 +359,15 @@ def set_divisions(handle: FlatParamHandle) -> None:
         and handle.groups.can_average
         and not rule.force_sum
     )
+    factor = rule.factor
+    # A backend that averages knows of its own ranks alone.
+    if factor is None and rule.expert_ranks > 1:
+        factor = float(ranks * rule.expert_ranks)
     for region in handle.layout.trainable:
-        dtype = region.reduce.buffer.dtype
-        region.reduce.division = division(rule, dtype, ranks=ranks, can_average=average)
+        region.reduce.division = NO_DIVISION
+        if rule.hook is None:
+            dtype = region.reduce.buffer.dtype
+            region.reduce.division = division(factor, dtype, ranks, average)
 
 
 def renew_full_leaves(

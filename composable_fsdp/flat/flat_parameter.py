@@ -140,7 +140,7 @@ def set_leaf_gradient(
     """Write the gradient of a leaf, or of its part of the flat parameter."""
     leaf = region.leaves[index]
     if region.flat is None:
-        if value is None or index in region.absent:
+        if value is None or index in region.cuts.absent:
             leaf.grad = None
         elif leaf.grad is not None:
             leaf.grad.copy_(value)

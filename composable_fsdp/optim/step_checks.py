@@ -29,7 +29,7 @@ from composable_fsdp.flat.param_ref import (
     ParamRef,
     find_param,
     originals_by_vars,
-    param_path,
+    param_ref,
     slot_path,
     successor,
 )
@@ -157,7 +157,7 @@ def steps_on_full_params(optim: Optimizer) -> bool:
         p.grad is not None for p, *_ in found
     ):
         return True
-    names = listed(quoted(param_path(handle, i)) for _, handle, i in found)
+    names = listed(quoted(param_ref(handle, i).name) for _, handle, i in found)
     raise CompositionError(
         f"{type(optim).__name__} holds the full parameters of {names}, which "
         "modules showed when it was given them (inside unshard_params, after unshard, "
@@ -263,7 +263,9 @@ def _options(optim: Optimizer, group: dist.ProcessGroup) -> dict[str, Any]:
             )
         }
         leaves = filter(None, map(find_leaf, each["params"]))
-        names = (param_path(*leaf) for leaf in leaves if leaf[0].groups.shard is group)
+        names = (
+            param_ref(*leaf).name for leaf in leaves if leaf[0].groups.shard is group
+        )
         held |= dict.fromkeys(names, numbers)
     return dict(sorted(held.items()))
 

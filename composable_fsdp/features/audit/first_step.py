@@ -39,7 +39,7 @@ from composable_fsdp.features.audit.telling import (
 )
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.flat.param_ref import param_path
+from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.step_checks import cut_leaf, flat_name, handles_of
 from composable_fsdp.optim.step_hooks import install_step_hooks
@@ -261,7 +261,7 @@ class _Mode(TorchFunctionMode):
             if id(leaf[0]) not in self.units or cut_leaf(tensor) is None:
                 return None
             rows = leaf[0].layout.plan.options.keeps_rows or tensor.dim() < 2
-            return Part(quoted(param_path(*leaf)), tensor.shape, id(leaf[0]), rows)
+            return Part(quoted(param_ref(*leaf).name), tensor.shape, id(leaf[0]), rows)
         if flat is not None and id(flat[0]) in self.units:
             return Part(flat_name(*flat), tensor.shape, id(flat[0]), by_rows=False)
         link, part = self._parts.get(id(tensor), (None, None))

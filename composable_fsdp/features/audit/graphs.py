@@ -24,7 +24,7 @@ from composable_fsdp.features.audit.telling import (
     users_frame,
 )
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.flat.param_ref import param_path
+from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import quoted
 from composable_fsdp.runtime.grad_hooks import accumulators_of
 from composable_fsdp.runtime.graph_task import run_backward
@@ -103,7 +103,7 @@ def _behind(node: Any, at: int, operands: int) -> int:
 
 def _text(leaf: Tensor) -> str:
     found = find_leaf(leaf)
-    name = quoted(param_path(*found)) if found is not None else "of this model"
+    name = quoted(param_ref(*found).name) if found is not None else "of this model"
     return (
         f"The loss reads parameter {name} outside the forward of its unit, where this "
         f"rank has its shard {tuple(leaf.shape)} only, and not by a sum over its "
