@@ -17,7 +17,7 @@ from operator import attrgetter
 from torch import nn
 
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.flat_parameter import clear_flat_gradients, flat_of
+from composable_fsdp.flat.flat_parameter import flat_of
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import quoted, strip_wrapper
 from composable_fsdp.optim.step_hooks import install_step_hooks
@@ -109,4 +109,8 @@ def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
     """Clear the gradients of ``module`` and the flat gradients of the units inside."""
     type(module).zero_grad(module, set_to_none)
     for handle in _get_fsdp_handles(module):
-        clear_flat_gradients(handle, set_to_none=set_to_none)
+        for flat in handle.writes.flat_parameters:
+            if set_to_none:
+                flat.grad = None
+            elif flat.grad is not None:
+                flat.grad.zero_()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from composable_fsdp.flat.region import (
     division,
     no_owner,
 )
-from composable_fsdp.flat.residency import unreadable_versions, written
+from composable_fsdp.flat.residency import UNREADABLE, written
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.unit_plan import Place, UnitPlan
@@ -52,16 +52,7 @@ def build_handle(
 ) -> FlatParamHandle:
     """Turn a planned unit into flat buffers and leaves, in the sharded state."""
     plan, owners = target.plan, target.owners
-    made = _make_layout(
-        plan,
-        target.parameters,
-        target.places,
-        owners,
-        rank=groups.rank,
-        device=device,
-        sharded=sharded,
-        forms=forms,
-    )
+    made = _make_layout(target, groups.rank, device, sharded, forms)
     # ``copy.deepcopy`` passes rule and guards: modules below may be partly copied.
     if guarded is None:
         guarded = part_guards.find_guards(groups, owners, target.modules, forms)
@@ -86,29 +77,17 @@ def build_handle(
 
 def replace_layout(
     handle: FlatParamHandle,
-    plan: UnitPlan,
-    parameters: Sequence[Sequence[nn.Parameter]],
-    places: tuple[Place, ...],
-    owners: tuple[nn.Module, ...],
+    target: Target,
     *,
     origin: tuple[RegionLayout, ...],
     device: torch.device,
 ) -> None:
-    """Give an idle and sharded unit new regions over ``parameters``, without hooks."""
+    """Give an idle and sharded unit the regions of ``target``, without hooks."""
     # A gradient that reaches a region of before is refused by the hook of its leaf.
     for region in handle.layout.trainable:
         region.reduce.owner = no_owner
-    made = _make_layout(
-        plan,
-        parameters,
-        places,
-        owners,
-        rank=handle.groups.rank,
-        device=device,
-        sharded=True,
-        forms=handle.layout.forms,
-        origin=origin,
-    )
+    rank, forms = handle.groups.rank, handle.layout.forms
+    made = _make_layout(target, rank, device, sharded=True, forms=forms, origin=origin)
     form = make_form(made)
     if form.needs_fill:
         form.arena_slot = handle.form.arena_slot
@@ -118,22 +97,19 @@ def replace_layout(
 
 
 def _make_layout(
-    plan: UnitPlan,
-    parameters: Sequence[Sequence[nn.Parameter]],
-    places: tuple[Place, ...],
-    owners: tuple[nn.Module, ...],
-    *,
+    target: Target,
     rank: int,
     device: torch.device,
     sharded: bool,
     forms: Forms,
     origin: tuple[RegionLayout, ...] | None = None,
 ) -> UnitLayout:
-    """Build the regions of ``plan`` over ``parameters``, which become the leaves."""
+    """Build the regions of ``target`` over its parameters, which become the leaves."""
+    plan, places, owners = target.plan, target.places, target.owners
     regions = tuple(
         [
             _build_region(layout, tuple(leaves), plan, rank, device, sharded, forms)
-            for layout, leaves in zip(plan.regions, parameters, strict=True)
+            for layout, leaves in zip(plan.regions, target.parameters, strict=True)
         ]
     )
     trainable = tuple([r for r in regions if isinstance(r, TrainableRegion)])
@@ -318,7 +294,7 @@ def make_form(
 ) -> FullForm:
     """Return the full form over the regions' full buffers and leaves."""
     if unreadable is None:
-        unreadable = unreadable_versions(len(layout.sharded_placed))
+        unreadable = tuple(islice(UNREADABLE, len(layout.sharded_placed)))
     gathering = [r for r in layout.regions if r.full.is_own and r.layout.padded_numel]
     fulls = [r.full.buffer for r in gathering]
     # The shard itself, if it has the compute dtype and is on the compute device. Else

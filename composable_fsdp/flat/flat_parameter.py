@@ -151,12 +151,8 @@ def set_leaf_gradient(
         return
     _hold(handle, region)
     view = region.gradient.views[index]
-    if view is None:
-        return
-    if value is None:
-        view.zero_()
-    else:
-        view.copy_(value)
+    if view is not None:
+        view.zero_() if value is None else view.copy_(value)
 
 
 def add_own_gradients(handle: FlatParamHandle, region: FlatParameter) -> None:
@@ -208,13 +204,3 @@ def _hold(handle: FlatParamHandle, region: FlatParameter) -> None:
     region.flat.grad = region.gradient.shard
     # A user can reach every part of ``gradient.shard`` through ``flat.grad``.
     note_shown(region, bytes([1]) * len(region.leaves))
-
-
-def clear_flat_gradients(handle: FlatParamHandle, *, set_to_none: bool) -> None:
-    """Clear the gradients of the unit's flat parameters, as ``zero_grad`` does."""
-    for region in handle.layout.trainable:
-        if region.flat is not None and region.flat.grad is not None:
-            if set_to_none:
-                region.flat.grad = None
-            else:
-                region.flat.grad.zero_()

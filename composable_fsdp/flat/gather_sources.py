@@ -152,39 +152,30 @@ class Pieces(GatherSource):
         self._starts: list[int] = []
         """Where in ``full`` the pieces begin."""
         self._inputs: list[Tensor] = []
-        """What an all-gather of the pieces reads: the shard, or this rank's slice."""
+        """What an all-gather of pieces reads: the shard, or this rank's slice."""
+        self.fills: tuple[tuple[Tensor, Tensor], ...] = ()
+        """``FullForm.fills``: into the pieces if these stay, else into ``full``."""
         self._filled_at: tuple[int, ...] = ()
-        """``shard_versions`` of the values in the pieces; empty, if these must not be
-        used."""
+        """``shard_versions`` of the values in the pieces; empty: not to be used."""
         self._gathered_at: tuple[int, ...] = ()
         """``shard_versions`` at the last all-gather of the full buffers; empty, if
         these must not be copied."""
         for region in regions:
-            numel = region.layout.shard_numel
+            numel, into = region.layout.shard_numel, region.full.own_slice
             shards = region.layout.world_size // plan.piece_ranks
-            # The buffers outlive an inference mode of the caller.
-            buffer = memory.new_buffer(
-                shards * numel, region.full.buffer.dtype, region.device
-            )
             number, own = divmod(region.rank, shards)
+            dtype, source = region.full.buffer.dtype, region.shard
+            # The buffers outlive an inference mode of the caller.
+            with memory.outside_inference():
+                buffer = torch.empty(shards * numel, dtype=dtype, device=region.device)
+                if self.at_rest and into is not None:
+                    source = into = buffer[own * numel : (own + 1) * numel]
+            memory.free(buffer)
             self.kept.append(buffer)
             self._starts.append(number * buffer.numel())
-            self._inputs.append(region.shard)
-            if region.full.own_slice is not None:
-                with memory.outside_inference():
-                    self._inputs[-1] = buffer[own * numel : (own + 1) * numel]
-        into = self._inputs if self.at_rest else [r.full.own_slice for r in regions]
-        self.fills = tuple(
-            [
-                (own, region.shard)
-                for own, region in zip(into, regions, strict=True)
-                if own is not None and region.full.own_slice is not None
-            ]
-        )
-        """``FullForm.fills``: into the pieces if these stay, else into ``full``."""
-        # Only now: views can be created while a storage has memory.
-        for buffer in self.kept:
-            memory.free(buffer)
+            self._inputs.append(source)
+            if into is not None:
+                self.fills += ((into, region.shard),)
 
     def fill(
         self, context: Any, handle: FlatParamHandle
@@ -213,10 +204,10 @@ class Pieces(GatherSource):
 
     def _gather(self, handle: FlatParamHandle) -> None:
         """Fill the pieces. Collective: an all-gather over the ranks of a piece."""
-        ref = handle.groups.spread_ref
+        ref, name = handle.groups.spread_ref, handle.full_fqn
         assert ref is not None
         operation = Operation(
-            ref.operations, "all_gather", handle.full_fqn, handle.phase, self.kept[0]
+            ref.operations, "all_gather", name, handle.phase, self.kept[0]
         )
         try:
             # The host waits on CPU: the next all-gather reads the pieces.
@@ -235,11 +226,9 @@ class Pieces(GatherSource):
     def leave(self, handle: FlatParamHandle) -> None:
         """Give the pieces other memory, but none until they are filled again."""
         self._filled_at = self._gathered_at = ()
-        own = [*self._inputs, *(part for part, _ in self.fills)]
-        for at, buffer in enumerate(self.kept):
+        for at, (buffer, own) in enumerate(zip(self.kept, self._inputs, strict=True)):
             if memory.is_allocated(buffer):
-                here = buffer.untyped_storage()._cdata
-                views = [x for x in own if x.untyped_storage()._cdata == here]
+                views = [part for part, _ in self.fills if part is own]
                 self.kept[at] = memory.leave(buffer, views)
                 memory.free(self.kept[at])
 

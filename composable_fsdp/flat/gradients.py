@@ -285,19 +285,14 @@ def zero_missing(handle: FlatParamHandle) -> None:
 
 def arrived_flags(handle: FlatParamHandle) -> tuple[bytes, ...]:
     """Return per region which leaves get a gradient, with sums that were held."""
-    trainable = handle.layout.trainable
+    trainable, now = handle.layout.trainable, list[Any]()
     if handle.rule.fill:
         # All parameters that were not frozen after the forward.
-        flags = [[leaf.requires_grad for leaf in r.leaves] for r in trainable]
-        arrived = tuple(map(bytes, flags))
+        now += [[leaf.requires_grad for leaf in r.leaves] for r in trainable]
     else:
-        arrived = tuple([bytes(region.reduce.arrived) for region in trainable])
-    if handle.reduction.held is not None:
-        arrived = tuple(
-            bytes(map(or_, now, earlier))
-            for now, earlier in zip(arrived, handle.reduction.held, strict=True)
-        )
-    return arrived
+        now += [region.reduce.arrived for region in trainable]
+    pairs = zip(now, handle.reduction.held or now, strict=True)
+    return tuple([bytes(map(or_, *pair)) for pair in pairs])
 
 
 def clear_arrived(handle: FlatParamHandle) -> None:

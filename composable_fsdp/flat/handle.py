@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain, count
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -178,7 +177,6 @@ def leaf_memory(layout: UnitLayout) -> LeafMemory:
 
 
 Guards = tuple[OrderedDict[int, Any], ...]
-NO_PATHS: Mapping[int, str] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -235,7 +233,7 @@ class FlatParamHandle:
         self.full_fqn = layout.plan.fqn
         """FQN of the unit's module from the root; until lazy initialization, from the
         module that ``fully_shard`` was called on."""
-        self.paths: Mapping[int, str] = NO_PATHS
+        self.paths: dict[int, str] = {}
         """Of a unit of several modules below a root: paths of its owners, by id."""
         self.logs = NO_LOGS
         """The order logs; assigned by lazy initialization."""

@@ -18,7 +18,6 @@ from composable_fsdp.comm.device import Waitable
 from composable_fsdp.comm.groups import GroupRef
 
 _STAY = nullcontext()
-"""Shared null context, which ``outside_inference`` returns outside inference mode."""
 
 
 def outside_inference() -> AbstractContextManager[object]:

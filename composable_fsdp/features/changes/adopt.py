@@ -26,6 +26,7 @@ from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.partition import split_region
+from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.grad_hooks import install_grad_hooks
 from composable_fsdp.runtime.meta_values import end_watch
 from composable_fsdp.runtime.offload import (
@@ -330,10 +331,19 @@ def _rebuild(
     )
     replace_layout(
         handle,
-        replace(before.plan, regions=tuple(layouts)),
-        [[leaves[slot.index] for slot in layout.parameters] for layout in layouts],
-        tuple(place for place, _ in placed),
-        tuple(owner for _, owner in placed),
+        Target(
+            replace(before.plan, regions=tuple(layouts)),
+            modules=(),
+            members=(),
+            parameters=tuple(
+                tuple(leaves[slot.index] for slot in layout.parameters)
+                for layout in layouts
+            ),
+            places=tuple(place for place, _ in placed),
+            owners=tuple(owner for _, owner in placed),
+            parent=0,
+            units_below=(),
+        ),
         origin=tuple(origin),
         device=device,
     )
