@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.flat import memory, part_guards
 from composable_fsdp.flat.gather_sources import EncodedShards, Pieces
-from composable_fsdp.flat.gradients import new_shard, shard_views, show_on_leaves
+from composable_fsdp.flat.gradients import new_shard, shard_views
 from composable_fsdp.flat.handle import (
     FlatParamHandle,
     FullForm,
@@ -193,7 +193,6 @@ def _build_region(
             device,
             offload=offload,
             graded=leaves,
-            show=show_on_leaves,
         )
         if isinstance(region, TrainableRegion):
             buffer = torch.empty(

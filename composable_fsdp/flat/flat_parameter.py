@@ -20,7 +20,6 @@ from composable_fsdp.flat.gradients import (
     note_shown,
     own_gradients,
     ready_gradient,
-    show_on_flat,
     views_are_intact,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -77,7 +76,7 @@ def rebind_flat_parameter(
         flat.grad_dtype = region.gradient.dtype
     if gradient is not None and not gradient.is_meta:
         flat.grad = gradient.to(region.shard.device, region.gradient.dtype)
-    region.flat, region.show = flat, show_on_flat
+    region.flat = flat
     region.graded = (flat, *region.leaves)
     region.holders = (flat, *region.holders)
     handle.writes.flat_parameters = (*handle.writes.flat_parameters, flat)

@@ -194,6 +194,9 @@ def show_on_leaves(
     region: FlatParameter, sums: Tensor | None, arrived: bytes
 ) -> list[nn.Parameter]:
     """Add reduced gradients to ``.grad``; return the leaves that have hooks to call."""
+    if region.flat is not None:
+        _show_on_flat(region, sums, arrived)
+        return []
     # A single addition for the whole region, if that is correct for every parameter.
     if sums is not None and not add_to_all(region, sums):
         add_to_each(region, sums, arrived)
@@ -395,9 +398,7 @@ def call_post_hooks(leaves: Iterable[nn.Parameter]) -> None:
             leaf.grad = None
 
 
-def show_on_flat(
-    region: FlatParameter, sums: Tensor | None, arrived: bytes | bytearray
-) -> list[nn.Parameter]:
+def _show_on_flat(region: FlatParameter, sums: Tensor | None, arrived: bytes) -> None:
     """Add reduced gradients to ``.grad`` of the flat parameter; call hooks."""
     if sums is not None:
         own_gradients(region)
@@ -406,14 +407,13 @@ def show_on_flat(
     if 1 in arrived:
         assert region.flat is not None
         region.flat.grad = region.gradient.shard
-        note_shown(region, bytes(arrived))
+        note_shown(region, arrived)
         if any(map(post_hooks_of, region.leaves)):
             _call_flat_post_hooks(region, arrived)
-    return []
 
 
 @torch.no_grad()
-def _call_flat_post_hooks(region: FlatParameter, arrived: bytes | bytearray) -> None:
+def _call_flat_post_hooks(region: FlatParameter, arrived: bytes) -> None:
     """Run post-accumulate-grad hooks with ``.grad`` viewing the flat gradient."""
     views = region.gradient.views
     for leaf, view, hit in zip(region.leaves, views, arrived, strict=True):

@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count
 from typing import Any, NamedTuple
 
@@ -243,6 +244,8 @@ class FlatParamHandle:
         self.calls: list[Any] = []
         """The ``UnitForward`` of each running forward of the unit, outermost first."""
         self.writes = writes
+        self.indices: dict[int, int] = {}
+        """By id of a sharded leaf: its index (``remember_leaves``)."""
         self.begin_layout(layout, form)
 
     def begin_layout(self, layout: UnitLayout, form: FullForm) -> None:
@@ -324,28 +327,20 @@ class FlatParamHandle:
 # From a sharded leaf to its unit, for functions that get bare parameters. By id,
 # because ``torch.utils.swap_tensors`` refuses a parameter with weak references; the
 # handle keeps its leaves alive, so no id is used again while the entry exists.
-class _LeavesOf(weakref.ref[FlatParamHandle]):
-    """Weak reference to a handle; ``indices`` maps the id of each leaf to its index."""
-
-    __slots__ = ("indices",)
-    indices: dict[int, int]
-
-
-LEAVES: dict[int, _LeavesOf] = {}
+LEAVES: dict[int, weakref.ref[FlatParamHandle]] = {}
 """By id of a sharded leaf: the reference to the leaf's handle."""
 
 
 def remember_leaves(handle: FlatParamHandle) -> None:
     """Register this handle's leaves for ``find_leaf`` until the handle is deleted."""
-    link = _LeavesOf(handle, _forget)
-    link.indices = dict(zip(map(id, handle.leaves), count(), strict=False))
-    LEAVES.update(dict.fromkeys(link.indices, link))
+    handle.indices = dict(zip(map(id, handle.leaves), count(), strict=False))
+    link = weakref.ref(handle, partial(_forget, [*handle.indices]))
+    LEAVES.update(dict.fromkeys(handle.indices, link))
 
 
-def _forget(link: weakref.ref[FlatParamHandle]) -> None:
+def _forget(keys: list[int], link: weakref.ref[FlatParamHandle]) -> None:
     """Weak reference callback: delete the leaves of a handle that was deleted."""
-    assert isinstance(link, _LeavesOf)
-    for key in link.indices:
+    for key in keys:
         # A rebuilt unit may have registered the same leaf again.
         if LEAVES.get(key) is link:
             del LEAVES[key]
@@ -353,15 +348,14 @@ def _forget(link: weakref.ref[FlatParamHandle]) -> None:
 
 def forget_leaves(handle: FlatParamHandle) -> None:
     """Remove this handle's leaves from the registry that ``find_leaf`` reads."""
-    for leaf in handle.leaves:
-        link = LEAVES.get(id(leaf))
+    for key in handle.indices:
+        link = LEAVES.get(key)
         if link is not None and link() is handle:
-            _forget(link)
+            del LEAVES[key]
 
 
 def find_leaf(parameter: Any) -> tuple[FlatParamHandle, int] | None:
     """Return the handle and index of a sharded leaf; ``None`` for other parameters."""
-    key = id(parameter)
-    link = LEAVES.get(key)
+    link = LEAVES.get(id(parameter))
     handle = None if link is None else link()
-    return (handle, link.indices[key]) if link and handle is not None else None
+    return None if handle is None else (handle, handle.indices[id(parameter)])

@@ -210,8 +210,6 @@ class FlatParameter(Referable):
     """Whether ``shard`` and the flat gradient are in host memory."""
     graded: tuple[nn.Parameter, ...]
     """The leaves, and ``flat`` if set: ``.grad`` may show the flat gradient."""
-    show: Callable[[Any, Tensor | None, bytes], list[nn.Parameter]]
-    """Gives reduced gradients to the leaves, or to ``flat`` (``flat.gradients``)."""
     flat: nn.Parameter | None = None
     """``shard`` as a single parameter (``flat_parameter``), whose ``.grad`` is the
     flat gradient; the leaves have no ``.grad`` then."""

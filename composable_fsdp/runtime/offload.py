@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm.device import copy_async
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.gradients import are_cleared, call_post_hooks, new_shard
+from composable_fsdp.flat.gradients import (
+    are_cleared,
+    call_post_hooks,
+    new_shard,
+    show_on_leaves,
+)
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.tree.state import RuntimeContext
@@ -69,7 +74,7 @@ def finish_d2h_grad_copies(context: RuntimeContext) -> None:
         for region in handle.layout.trainable:
             copies, region.host_copies = region.host_copies, []
             for sums, arrived, is_new in copies:
-                leaves = region.show(region, sums, arrived)
+                leaves = show_on_leaves(region, sums, arrived)
                 hooked += leaves if is_new else ()
     # Of a unit that has reduced twice, once with the total.
     call_post_hooks(dict.fromkeys(hooked))
