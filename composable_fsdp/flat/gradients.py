@@ -135,11 +135,8 @@ def _free_gradient(region: FlatParameter) -> None:
     region.gradient.views = []
 
 
-def add_to_all(region: FlatParameter, sums: Tensor) -> bool:
-    """Add ``sums`` to the whole flat gradient, if that is correct for every leaf.
-
-    Correct: each leaf shows its view, or none has a ``.grad`` and none has shown it.
-    """
+def _add_to_all(region: FlatParameter, sums: Tensor) -> bool:
+    """Add ``sums`` to the whole flat gradient, if that is correct for every leaf."""
     gradient = region.gradient
     assert gradient.shard is not None
     if are_cleared(region.leaves):
@@ -153,23 +150,6 @@ def add_to_all(region: FlatParameter, sums: Tensor) -> bool:
     _zero_padding(region)
     gradient.shard.add_(sums)
     return True
-
-
-@torch.no_grad()
-def add_to_each(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
-    """Add the parts of ``sums`` to the gradients of the leaves separately, in place."""
-    parts = gradient_views(region, sums)
-    for leaf, part, hit in zip(region.leaves, parts, arrived, strict=True):
-        if not hit:
-            continue
-        if part is None:
-            leaf.grad = None
-        elif leaf.grad is None:
-            # A copy and no view: a user may still hold the view of the flat gradient
-            # that the leaf showed before, and ``sums`` is a temporary buffer.
-            leaf.grad = part.to(region.gradient.dtype, copy=True)
-        else:
-            leaf.grad.add_(part)
 
 
 @torch.no_grad()
@@ -197,22 +177,27 @@ def show_on_leaves(
     if region.flat is not None:
         _show_on_flat(region, sums, arrived)
         return []
-    # A single addition for the whole region, if that is correct for every parameter.
-    if sums is not None and not add_to_all(region, sums):
-        add_to_each(region, sums, arrived)
-        return [
-            leaf
-            for leaf, hit in zip(region.leaves, arrived, strict=True)
-            if hit and leaf._post_accumulate_grad_hooks
-        ]
-    note_shown(region, arrived)
+    # A single addition for the whole region, if that is correct for every parameter;
+    # else to each, in place, as autograd does.
+    apart = sums is not None and not _add_to_all(region, sums)
+    views = region.gradient.views
+    if apart:
+        assert sums is not None
+        views = gradient_views(region, sums)
+    else:
+        note_shown(region, arrived)
     hooked: list[nn.Parameter] = []
-    pairs = zip(region.leaves, region.gradient.views, arrived, strict=True)
-    for leaf, view, hit in pairs:
+    for leaf, view, hit in zip(region.leaves, views, arrived, strict=True):
         if not hit:
             continue
         earlier = leaf.grad
-        if earlier is not view:
+        if apart and view is not None and earlier is not None:
+            earlier.detach().add_(view)
+        elif apart and view is not None:
+            # A copy and no view: a user may still hold the view of the flat gradient
+            # that the leaf showed before, and ``sums`` is a temporary buffer.
+            leaf.grad = view.to(region.gradient.dtype, copy=True)
+        elif earlier is not view:
             if earlier is not None and view is not None:
                 # The loss also used the sharded parameter directly (a penalty on
                 # weights), and autograd has accumulated that gradient in ``.grad``.
