@@ -110,7 +110,4 @@ def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
     type(module).zero_grad(module, set_to_none)
     for handle in _get_fsdp_handles(module):
         for flat in handle.writes.flat_parameters:
-            if set_to_none:
-                flat.grad = None
-            elif flat.grad is not None:
-                flat.grad.zero_()
+            flat.grad = None if set_to_none or flat.grad is None else flat.grad.zero_()

@@ -329,24 +329,13 @@ def _rebuild(
         zip(before.places, before.owners, strict=True),
         key=lambda pair: at[pair[0].slot_index],
     )
-    replace_layout(
-        handle,
-        Target(
-            replace(before.plan, regions=tuple(layouts)),
-            modules=(),
-            members=(),
-            parameters=tuple(
-                tuple(leaves[slot.index] for slot in layout.parameters)
-                for layout in layouts
-            ),
-            places=tuple(place for place, _ in placed),
-            owners=tuple(owner for _, owner in placed),
-            parent=0,
-            units_below=(),
-        ),
-        origin=tuple(origin),
-        device=device,
+    target = Target(
+        replace(before.plan, regions=tuple(layouts)),
+        tuple(tuple(leaves[s.index] for s in each.parameters) for each in layouts),
+        tuple(place for place, _ in placed),
+        tuple(owner for _, owner in placed),
     )
+    replace_layout(handle, target, origin=tuple(origin), device=device)
     for leaf in handle.leaves:
         if leaf.grad is not None and leaf.grad.device != leaf.device:
             # Torch requires ``.grad`` and the parameter to be on the same device.
