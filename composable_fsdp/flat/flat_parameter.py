@@ -173,15 +173,8 @@ def flats_in(param_groups: Iterable[dict[str, Any]]) -> list[FlatParamRecord]:
     """Return the records of an optimizer's flat parameters, in group order."""
     if not FLAT_PARAMS:
         return []
-    # ``isdisjoint`` looks up all parameters of a group in C, so an optimizer without
-    # flat parameters pays little.
-    return [
-        FLAT_PARAMS[id(parameter)]
-        for group in param_groups
-        if not FLAT_PARAMS.keys().isdisjoint(map(id, group["params"]))
-        for parameter in group["params"]
-        if id(parameter) in FLAT_PARAMS
-    ]
+    found = [FLAT_PARAMS.get(id(p)) for group in param_groups for p in group["params"]]
+    return [flat for flat in found if flat is not None]
 
 
 def move_own_gradients(flats: Iterable[FlatParamRecord]) -> None:

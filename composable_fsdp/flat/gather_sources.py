@@ -41,13 +41,14 @@ from composable_fsdp.planning.unit_plan import UnitPlan
 class EncodedShards(GatherSource):
     """The source of all-gathers of a unit with wire formats."""
 
-    __slots__ = ("_coded", "kept", "lists")
+    __slots__ = ("_coded", "_work", "kept", "lists")
 
     def __init__(self, regions: Sequence[FlatParameter]) -> None:
         outputs = [region.full.buffer for region in regions]
         inputs = [region.shard for region in regions]
         self._coded: list[tuple[int, FlatParameter]] = []
         """The regions with a wire format, and their places in ``lists``."""
+        self._work: Waitable
         for at, region in enumerate(regions):
             layout, own = region.layout, region.full.own_slice
             if layout.wire is not None:
@@ -89,24 +90,30 @@ class EncodedShards(GatherSource):
     ) -> Waitable | None:
         """Decode when ``work`` has ended: now if it is None, else at the wait."""
         if work is not None:
-            return _Decoding(self, work)
+            self._work = work
+            return self
         # On CUDA on the stream of the all-gather, whose event covers the decoding.
-        self.decode()
+        self._decode()
         return None
+
+    def wait(self) -> None:
+        """Wait for the all-gather, and fill the full buffers."""
+        self._work.wait()
+        del self._work  # it may hold tensors
+        self._decode()
 
     @outside_transforms
     @torch.no_grad()
-    def decode(self) -> None:
+    def _decode(self) -> None:
         """Fill the full buffers from the encoded values, and free these."""
+        outputs = self.lists[0]
         for at, region in self._coded:
             layout = region.layout
             assert layout.wire is not None
             # Autograd saves views of ``full`` only from here on (``make_readable``), so
             # these writes invalidate no saved tensor.
-            layout.wire.decode(
-                self.lists[0][at], region.full.buffer, layout.wire_layout
-            )
-            memory.free(self.lists[0][at])
+            layout.wire.decode(outputs[at], region.full.buffer, layout.wire_layout)
+            memory.free(outputs[at])
 
     def leave(self, handle: FlatParamHandle) -> None:
         """Give the encoded values other memory, but none until the next encoding."""
@@ -120,20 +127,6 @@ class EncodedShards(GatherSource):
         """Free the encoded values, which have memory if the all-gather has raised."""
         for at, _ in self._coded:
             memory.free(self.lists[0][at])
-
-
-class _Decoding:
-    """An all-gather of encoded values; the wait also decodes."""
-
-    __slots__ = ("_source", "_work")
-
-    def __init__(self, source: EncodedShards, work: Waitable) -> None:
-        self._source, self._work = source, work
-
-    def wait(self) -> None:
-        """Wait for the all-gather, and fill the full buffers."""
-        self._work.wait()
-        self._source.decode()
 
 
 class Pieces(GatherSource):
