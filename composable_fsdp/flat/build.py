@@ -285,6 +285,17 @@ def _placed(
     return tuple([by_slot[place.slot_index] for place in places])
 
 
+def _source_of(
+    layout: UnitLayout, gathering: list[FlatParameter]
+) -> GatherSource | None:
+    """Return what all-gathers of the regions read, if not the shards."""
+    if [region for region in gathering if region.layout.wire]:
+        return EncodedShards(gathering)
+    if layout.plan.piece_ranks and not layout.on_meta:
+        return Pieces(layout.plan, gathering)
+    return None
+
+
 def make_form(
     layout: UnitLayout,
     unreadable: tuple[int, ...] | None = None,
@@ -301,13 +312,11 @@ def make_form(
     pairs = [(region.full.own_slice, region.shard) for region in gathering]
     lists = fulls, [shard if own is None else own for own, shard in pairs]
     fills = tuple([(own, shard) for own, shard in pairs if own is not None])
-    if [region for region in gathering if region.layout.wire]:
-        if not isinstance(source, EncodedShards):
-            source = EncodedShards(gathering)
+    if source is None:
+        source = _source_of(layout, gathering)
+    if isinstance(source, EncodedShards):
         lists = source.lists
-    elif source is None and layout.plan.piece_ranks and not layout.on_meta:
-        source = Pieces(layout.plan, gathering)
-    if isinstance(source, Pieces):
+    elif isinstance(source, Pieces):
         fills = source.fills
     placed = _placed(
         layout.regions, layout.places, [r.full.leaves for r in layout.regions]

@@ -179,11 +179,9 @@ def show_on_leaves(
         return []
     # A single addition for the whole region, if that is correct for every parameter;
     # else to each, in place, as autograd does.
-    apart = sums is not None and not _add_to_all(region, sums)
-    views = region.gradient.views
-    if apart:
-        assert sums is not None
-        views = gradient_views(region, sums)
+    views, apart = region.gradient.views, False
+    if sums is not None and not _add_to_all(region, sums):
+        views, apart = gradient_views(region, sums), True
     else:
         note_shown(region, arrived)
     hooked: list[nn.Parameter] = []
@@ -191,12 +189,13 @@ def show_on_leaves(
         if not hit:
             continue
         earlier = leaf.grad
-        if apart and view is not None and earlier is not None:
-            earlier.detach().add_(view)
-        elif apart and view is not None:
-            # A copy and no view: a user may still hold the view of the flat gradient
-            # that the leaf showed before, and ``sums`` is a temporary buffer.
-            leaf.grad = view.to(region.gradient.dtype, copy=True)
+        if apart and view is not None:
+            if earlier is not None:
+                earlier.detach().add_(view)
+            else:
+                # A copy and no view: a user may still hold the view of the flat
+                # gradient that the leaf showed before, and ``sums`` is temporary.
+                leaf.grad = view.to(region.gradient.dtype, copy=True)
         elif earlier is not view:
             if earlier is not None and view is not None:
                 # The loss also used the sharded parameter directly (a penalty on

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,27 @@ from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.unit_plan import Place, UnitPlan
 
-UseOrder = Any
-"""A ``features.guard.order_log.OrderLog``, of which the core uses ``expected``, the
-recorded uses of this round, ``position``, the index of the next, ``is_open``,
-``depart``, ``end`` and ``drop``. In a steady step the core compares a use inline."""
+
+class UseOrder(Protocol):
+    """What the core uses of a ``features.guard.order_log.OrderLog``."""
+
+    expected: Sequence[object]
+    """The recorded uses of this round, with which the core compares a use inline."""
+    position: int
+    """The index of the next use."""
+    is_open: bool
+    """Whether a round is in progress."""
+    number: int
+    """The index among the logs over its group."""
+
+    def depart(self, use: object, mode: Hashable) -> None:
+        """Record another use than the expected one."""
+
+    def end(self) -> None:
+        """End the round."""
+
+    def drop(self) -> None:
+        """Forget the round."""
 
 
 class UnitLogs(NamedTuple):

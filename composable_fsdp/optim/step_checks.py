@@ -24,7 +24,7 @@ from composable_fsdp.flat.flat_parameter import (
     flats_in,
     move_own_gradients,
 )
-from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import (
     ParamRef,
     find_param,
@@ -262,10 +262,8 @@ def _options(optim: Optimizer, group: dist.ProcessGroup) -> dict[str, Any]:
                 for n in (value if isinstance(value, list) else [value])
             )
         }
-        leaves = filter(None, map(find_leaf, each["params"]))
-        names = (
-            param_ref(*leaf).name for leaf in leaves if leaf[0].groups.shard is group
-        )
+        refs = filter(None, map(find_param, each["params"]))
+        names = (ref.name for ref in refs if ref.handle.groups.shard is group)
         held |= dict.fromkeys(names, numbers)
     return dict(sorted(held.items()))
 
