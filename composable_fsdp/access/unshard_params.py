@@ -28,7 +28,6 @@ from composable_fsdp.flat.build import full_leaves, full_views
 from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
 from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.memory import is_at
 from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.flat.param_ref import param_refs, place_path
 from composable_fsdp.flat.region import part_of
@@ -337,7 +336,7 @@ class _ShownUnit:
                     f"{want}. Write into it in place, for example "
                     "parameter.data.copy_(values)."
                 )
-            if not is_at(found, home):
+            if found.dtype != home.dtype or not found.is_set_to(home):
                 # Cloned: the assigned tensor may be another view of the full buffer.
                 home.copy_(found.clone())
             parameters[name] = expected

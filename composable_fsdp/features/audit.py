@@ -43,7 +43,7 @@ from composable_fsdp.config import Report
 from composable_fsdp.errors import PACKAGE, TORCH, CompositionError, warn
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import LEAVES, find_leaf
-from composable_fsdp.flat.param_ref import param_path
+from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.step_checks import cut_leaf, flat_name, handles_of
 from composable_fsdp.optim.step_hooks import install_step_hooks
@@ -322,8 +322,8 @@ class _Audit:
         self.unseen.discard(number)
         if link is None or (handle := link()) is None:
             return
-        at = link.indices[number]
-        name, shape = quoted(param_path(handle, at)), tuple(handle.leaves[at].shape)
+        at = handle.indices[number]
+        name, shape = quoted(param_ref(handle, at).name), tuple(handle.leaves[at].shape)
         self.tell(_READ.format(name, shape), "loss")
 
     def tell(self, text: str, what: str, frame: FrameType | None = None) -> None:

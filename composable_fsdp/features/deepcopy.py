@@ -74,15 +74,12 @@ def _copy_handle(
     target = Target(
         plan=handle.layout.plan,
         modules=modules,
-        members=(),
         parameters=tuple(
             tuple(copy.deepcopy(leaf, memo) for leaf in region.leaves)
             for region in handle.layout.regions
         ),
         places=handle.layout.places,
         owners=tuple(_copy_module(owner, memo) for owner in handle.layout.owners),
-        parent=0,
-        units_below=(),
     )
     made = build_handle(
         target,

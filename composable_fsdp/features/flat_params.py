@@ -18,7 +18,7 @@ from torch import nn
 
 from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.flat_parameter import clear_flat_gradients, flat_of
+from composable_fsdp.flat.flat_parameter import flat_of
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import quoted, strip_wrapper
 from composable_fsdp.optim.step_hooks import install_step_hooks
@@ -112,4 +112,5 @@ def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
     """Clear the gradients of ``module`` and the flat gradients of the units inside."""
     type(module).zero_grad(module, set_to_none)
     for handle in _get_fsdp_handles(module):
-        clear_flat_gradients(handle, set_to_none=set_to_none)
+        for flat in handle.writes.flat_parameters:
+            flat.grad = None if set_to_none or flat.grad is None else flat.grad.zero_()

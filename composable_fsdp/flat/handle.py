@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,27 @@ from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.unit_plan import Place, UnitPlan
 
-UseOrder = Any
-"""A ``features.guard.order_log.OrderLog``, of which the core uses ``expected``, the
-recorded uses of this round, ``position``, the index of the next, ``is_open``,
-``depart``, ``end`` and ``drop``. In a steady step the core compares a use inline."""
+
+class UseOrder(Protocol):
+    """What the core uses of a ``features.guard.order_log.OrderLog``."""
+
+    expected: Sequence[object]
+    """The recorded uses of this round, with which the core compares a use inline."""
+    position: int
+    """The index of the next use."""
+    is_open: bool
+    """Whether a round is in progress."""
+    number: int
+    """The index among the logs over its group."""
+
+    def depart(self, use: object, mode: Hashable) -> None:
+        """Record another use than the expected one."""
+
+    def end(self) -> None:
+        """End the round."""
+
+    def drop(self) -> None:
+        """Forget the round."""
 
 
 class UnitLogs(NamedTuple):
@@ -177,7 +194,6 @@ def leaf_memory(layout: UnitLayout) -> LeafMemory:
 
 
 Guards = tuple[OrderedDict[int, Any], ...]
-NO_PATHS: Mapping[int, str] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -234,7 +250,7 @@ class FlatParamHandle:
         self.full_fqn = layout.plan.fqn
         """FQN of the unit's module from the root; until lazy initialization, from the
         module that ``fully_shard`` was called on."""
-        self.paths: Mapping[int, str] = NO_PATHS
+        self.paths: dict[int, str] = {}
         """Of a unit of several modules below a root: paths of its owners, by id."""
         self.logs = NO_LOGS
         """The order logs; assigned by lazy initialization."""
@@ -244,6 +260,8 @@ class FlatParamHandle:
         self.calls: list[Any] = []
         """The ``UnitForward`` of each running forward of the unit, outermost first."""
         self.writes = writes
+        self.indices: dict[int, int] = {}
+        """By id of a sharded leaf: its index (``remember_leaves``)."""
         self.begin_layout(layout, form)
 
     def begin_layout(self, layout: UnitLayout, form: FullForm) -> None:
@@ -325,28 +343,20 @@ class FlatParamHandle:
 # From a sharded leaf to its unit, for functions that get bare parameters. By id,
 # because ``torch.utils.swap_tensors`` refuses a parameter with weak references; the
 # handle keeps its leaves alive, so no id is used again while the entry exists.
-class _LeavesOf(weakref.ref[FlatParamHandle]):
-    """Weak reference to a handle; ``indices`` maps the id of each leaf to its index."""
-
-    __slots__ = ("indices",)
-    indices: dict[int, int]
-
-
-LEAVES: dict[int, _LeavesOf] = {}
+LEAVES: dict[int, weakref.ref[FlatParamHandle]] = {}
 """By id of a sharded leaf: the reference to the leaf's handle."""
 
 
 def remember_leaves(handle: FlatParamHandle) -> None:
     """Register this handle's leaves for ``find_leaf`` until the handle is deleted."""
-    link = _LeavesOf(handle, _forget)
-    link.indices = dict(zip(map(id, handle.leaves), count(), strict=False))
-    LEAVES.update(dict.fromkeys(link.indices, link))
+    handle.indices = dict(zip(map(id, handle.leaves), count(), strict=False))
+    link = weakref.ref(handle, partial(_forget, [*handle.indices]))
+    LEAVES.update(dict.fromkeys(handle.indices, link))
 
 
-def _forget(link: weakref.ref[FlatParamHandle]) -> None:
+def _forget(keys: list[int], link: weakref.ref[FlatParamHandle]) -> None:
     """Weak reference callback: delete the leaves of a handle that was deleted."""
-    assert isinstance(link, _LeavesOf)
-    for key in link.indices:
+    for key in keys:
         # A rebuilt unit may have registered the same leaf again.
         if LEAVES.get(key) is link:
             del LEAVES[key]
@@ -354,15 +364,14 @@ def _forget(link: weakref.ref[FlatParamHandle]) -> None:
 
 def forget_leaves(handle: FlatParamHandle) -> None:
     """Remove this handle's leaves from the registry that ``find_leaf`` reads."""
-    for leaf in handle.leaves:
-        link = LEAVES.get(id(leaf))
+    for key in handle.indices:
+        link = LEAVES.get(key)
         if link is not None and link() is handle:
-            _forget(link)
+            del LEAVES[key]
 
 
 def find_leaf(parameter: Any) -> tuple[FlatParamHandle, int] | None:
     """Return the handle and index of a sharded leaf; ``None`` for other parameters."""
-    key = id(parameter)
-    link = LEAVES.get(key)
+    link = LEAVES.get(id(parameter))
     handle = None if link is None else link()
-    return (handle, link.indices[key]) if link and handle is not None else None
+    return None if handle is None else (handle, handle.indices[id(parameter)])

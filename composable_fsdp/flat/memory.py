@@ -18,7 +18,6 @@ from composable_fsdp.comm.device import Waitable
 from composable_fsdp.comm.groups import GroupRef
 
 _STAY = nullcontext()
-"""Shared null context, which ``outside_inference`` returns outside inference mode."""
 
 
 def outside_inference() -> AbstractContextManager[object]:
@@ -91,22 +90,9 @@ def new_buffer(
     numel: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
 ) -> Tensor:
     """Create an uninitialised flat buffer."""
-    # Buffers live across calls. If an inference tensor were created here, training
-    # could not write to the buffer.
+    # Training could not write to an inference tensor.
     with outside_inference():
         return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
-
-
-def is_at(leaf: torch.Tensor, home: torch.Tensor) -> bool:
-    """Return whether ``leaf`` is the same view of the same memory as ``home``."""
-    # Strides too: a transposed view has the same address and, if square, the same
-    # shape.
-    return (leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()) == (
-        home.data_ptr(),
-        home.dtype,
-        home.shape,
-        home.stride(),
-    )
 
 
 class GatherSource:

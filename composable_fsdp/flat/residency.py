@@ -15,6 +15,7 @@ on torch 2.13 and 2.11.
 from __future__ import annotations
 
 import re
+from itertools import count
 from math import prod
 from operator import attrgetter, eq, is_
 
@@ -45,9 +46,8 @@ version_of = attrgetter("_version")
 """Return the version counter of a tensor without a Python-level function call."""
 
 _FIRST = 1 << 31
-"""Lower bound of unreadable versions, above all versions that writes reach; counters
-have 32 bits."""
-_given = 0
+UNREADABLE = count(_FIRST)
+"""Versions that mean "must not be read", above all that writes reach; of 32 bits."""
 
 
 def move(handle: FlatParamHandle, then: Residency) -> None:
@@ -168,14 +168,6 @@ def defer_free(handle: FlatParamHandle) -> None:
     """Mark a unit whose memory is freed later, behind its last reader on the GPU."""
     move(handle, FREE_PENDING)
     make_unreadable(handle)
-
-
-def unreadable_versions(number: int) -> tuple[int, ...]:
-    """Return versions for ``number`` leaves that mean "must not be read"."""
-    global _given
-    first = _FIRST + _given % (_FIRST >> 1)
-    _given += number
-    return tuple(range(first, first + number))
 
 
 def make_readable(handle: FlatParamHandle) -> None:

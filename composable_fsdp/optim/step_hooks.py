@@ -174,7 +174,7 @@ def _count_writes(met: _KnownOptimizer) -> None:
             # Of a parameter without elements here ``shown`` tells of the other ranks:
             # it is as the last reduction set it, and ``zero_grad`` does not clear it.
             shown, leaves = region.gradient.shown, region.leaves
-            written += [leaves[index] for index in region.absent if shown[index]]
+            written += [leaves[index] for index in region.cuts.absent if shown[index]]
             if met.uncounted:
                 written += [each for each in region.graded if each.grad is not None]
     if written:

@@ -26,19 +26,19 @@ class Target(NamedTuple):
     """The live objects (modules, parameters) behind one ``UnitPlan``."""
 
     plan: UnitPlan
-    modules: tuple[nn.Module, ...]
-    """The modules passed to ``fully_shard`` as this unit; usually a single module."""
-    members: tuple[nn.Module, ...]
-    """``modules``, and the modules below whose nearest enclosing unit is this unit."""
     parameters: tuple[tuple[nn.Parameter, ...], ...]
     """The parameters, by region and then by slot of the region."""
     places: tuple[Place, ...]
     """Every place of every parameter, in the order of ``parameters``."""
     owners: tuple[nn.Module, ...]
     """Per entry of ``places``, the module that holds the parameter there."""
-    parent: int
+    modules: tuple[nn.Module, ...] = ()
+    """The modules passed to ``fully_shard`` as this unit; usually a single module."""
+    members: tuple[nn.Module, ...] = ()
+    """``modules``, and the modules below whose nearest enclosing unit is this unit."""
+    parent: int = 0
     """Index of the enclosing unit's target; the first target is its own parent."""
-    units_below: tuple[object, ...]
+    units_below: tuple[object, ...] = ()
     """States of units from earlier ``fully_shard`` calls directly below this unit."""
 
 
@@ -96,11 +96,11 @@ def _target(
     order = [region.indices for region in plan.regions]
     return Target(
         plan,
-        unit.modules,
-        tuple(unit.members),
         tuple([tuple([unit.parameters[i][0] for i in r]) for r in order]),
         all_places,
         tuple([owner for r in order for i in r for owner in found[i][1]]),
+        unit.modules,
+        tuple(unit.members),
         unit.parent,
         tuple(unit.units_below),
     )

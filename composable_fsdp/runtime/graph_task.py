@@ -99,11 +99,10 @@ def run_backward(
         if changed and sharded:
             raise PhaseError(
                 f"Backward needs parameter {changed[0]} while it is sharded: it came "
-                "to the parameter's unit through a tensor that the unit's forward did "
-                "not return, or after the unit had given its weights up. Return the "
-                "tensor from the forward (an auxiliary loss as a second output), or "
-                "keep it on an attribute of the unit's module from the first forward "
-                "on."
+                "to its unit through a tensor that the unit's forward did not return, "
+                "or after the unit had given its weights up. Return the tensor from "
+                "the forward (an auxiliary loss as a second output), or keep it on an "
+                "attribute of the unit's module from the first forward on."
             ) from error
         if changed:
             raise PhaseError(

@@ -40,6 +40,7 @@ from composable_fsdp.flat.gradients import (
     leave_reduce,
     ready_gradient,
     reduce_target,
+    show_on_leaves,
     zero_missing,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -486,6 +487,6 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
         if region.offload:
             start_d2h_grad_copies(region, target, arrived)
         else:
-            hooked += region.show(region, reduce.temporary, arrived)
+            hooked += show_on_leaves(region, reduce.temporary, arrived)
     if hooked:
         call_post_hooks(hooked)

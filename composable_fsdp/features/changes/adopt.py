@@ -27,6 +27,7 @@ from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
 from composable_fsdp.planning.partition import SHARD_ALIGNMENT, round_up
+from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.grad_hooks import install_grad_hooks
 from composable_fsdp.runtime.meta_values import end_watch
 from composable_fsdp.runtime.offload import (
@@ -329,15 +330,13 @@ def _rebuild(
         zip(before.places, before.owners, strict=True),
         key=lambda pair: at[pair[0].slot_index],
     )
-    replace_layout(
-        handle,
+    target = Target(
         replace(before.plan, regions=tuple(layouts)),
-        [[leaves[slot.index] for slot in layout.parameters] for layout in layouts],
+        tuple(tuple(leaves[s.index] for s in each.parameters) for each in layouts),
         tuple(place for place, _ in placed),
         tuple(owner for _, owner in placed),
-        origin=tuple(origin),
-        device=device,
     )
+    replace_layout(handle, target, origin=tuple(origin), device=device)
     for leaf in handle.leaves:
         if leaf.grad is not None and leaf.grad.device != leaf.device:
             # Torch requires ``.grad`` and the parameter to be on the same device.
