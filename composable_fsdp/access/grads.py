@@ -266,10 +266,7 @@ _WAY_OUT = (
 def _over_ranks(
     part: Tensor, route: Route, norm_type: float, max_norm: float
 ) -> tuple[Tensor, bool]:
-    """Return the sum of the ranks' powers, or the largest; if ``max_norm`` is the same.
-
-    Collective: an all-reduce over each group of ``route``.
-    """
+    """Return the sum of the ranks' powers, or the largest; an all-reduce per group."""
     if not route:
         return part, True
     infinite = norm_type == math.inf

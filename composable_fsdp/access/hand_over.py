@@ -1,7 +1,4 @@
-"""The tensors of a sharded model: where they stand, and who sends what elsewhere.
-
-Names, shapes and places only: every rank computes the same, and sends nothing.
-"""
+"""The tensors of a sharded model: where they stand, and who sends what elsewhere."""
 
 from __future__ import annotations
 
@@ -183,10 +180,7 @@ def entries_of(
     *,
     joins: bool = False,
 ) -> list[list[Entry]]:
-    """Return the tensors of each unit, then those that no unit holds, one by one.
-
-    Raises: CompositionError, for ``names`` that ``model`` does not have.
-    """
+    """Return the tensors of each unit, then those that no unit holds, one by one."""
     every = {each[0]: each for each in _entries(states, model, dtype)}
     wanted = dict.fromkeys(every if names is None else map(strip_wrapper, names))
     for name in wanted:

@@ -1,9 +1,4 @@
-"""Settings of the step: FSDP2's methods as functions.
-
-Each function takes a module that is or holds fully sharded modules; ``recurse=False``
-selects only the unit of the module itself. All ranks must make the same calls. The
-settings of all-gathers and of memory change no result.
-"""
+"""Settings of the step: FSDP2's methods as functions, called alike on all ranks."""
 
 from __future__ import annotations
 
@@ -142,16 +137,11 @@ def set_all_reduce_hook(
 ) -> None:
     """Call ``hook`` with the reduced gradients of the unit ``module``; as in FSDP2.
 
-    The hook gets one tensor per region and reduction, ``(shard_numel,)`` in the reduce
-    dtype: the result of the reduce-scatter and, for hybrid units, of the all-reduce,
-    before the division by the number of ranks (NCCL has divided already). The hook
-    changes the tensor in place, for example by an all-reduce over further ranks. The
-    hook runs on the stream of the reduction, which waits for it in any case; ``stream``
-    is FSDP2's argument and changes nothing.
+    The hook changes one tensor ``(shard_numel,)`` per region and reduction in place:
+    the sums in the reduce dtype, before the division (NCCL has divided already). It
+    runs on the stream of the reduction; FSDP2's argument ``stream`` changes nothing.
 
-    Collective: none; in backward the collectives of ``hook``.
-    Raises: CompositionError, if ``module`` is no fully sharded module; TypeError, if
-        ``hook`` is not callable.
+    Raises: CompositionError, if ``module`` is no unit; TypeError, for another ``hook``.
     """
     if not callable(hook):
         raise TypeError(

@@ -1,9 +1,4 @@
-"""Read and write the full value or the full gradient of a single parameter by name.
-
-Only this parameter is communicated: each rank broadcasts its own elements. Writing
-communicates nothing, because every rank passes the full value. Names are the plain
-model's names; a tied parameter has a name per place.
-"""
+"""Read and write the full value or the full gradient of a single parameter by name."""
 
 from __future__ import annotations
 
