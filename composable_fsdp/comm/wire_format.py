@@ -1,8 +1,4 @@
-"""``WireFormat``: what a user derives to encode the shards that an all-gather sends.
-
-A region is seen as a ``WireLayout``. The package's own formats are in
-``features.wires``.
-"""
+"""``WireFormat``: what a user derives to encode the shards that an all-gather sends."""
 
 from __future__ import annotations
 
