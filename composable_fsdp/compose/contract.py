@@ -1,12 +1,5 @@
 """The contract of a composable API: a single state per call, and unchanged names.
 
-::
-
-    api(module) --> modules checked --> names noted --> state registered --> API runs
-                    (nothing changed)                                           |
-         module <-- names and their order compared <-- value that it returned <-'
-                            '-- on any error: the registry is restored
-
 Optimizers, checkpoints and the next API find parameters by name and order.
 """
 
@@ -217,8 +210,7 @@ def _require_names(api: str, module: nn.Module, before: _Outline) -> None:
 
 
 _Outline = list[Sequence[str]]
-"""The keys of parameters, buffers and children, of each module in ``.modules()`` order
-and once per path. Equal if the names are, and takes a third of their time."""
+"""The keys of each module, once per path; compared in a third of the time of names."""
 
 
 def _outline(module: nn.Module) -> _Outline:
@@ -261,11 +253,7 @@ def _names(outline: _Outline) -> dict[str, list[str]]:
 
 
 def _as_modules(api: str, module: object) -> Sequence[nn.Module]:
-    """Return the modules that the argument ``module`` names, as a sequence.
-
-    Raises: TypeError, if the argument is no module and no list of modules;
-    CompositionError, if a module occurs twice in the list.
-    """
+    """Return the modules that the argument ``module`` names, as a sequence."""
     if isinstance(module, nn.Module):
         return (module,)
     if not isinstance(module, list | tuple) or not module:
