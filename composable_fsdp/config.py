@@ -1,7 +1,4 @@
-"""Options as frozen values, each checked by its constructor.
-
-Names, fields and field order follow torch's FSDP1, whose users this package serves.
-"""
+"""Options as frozen values, each checked by its constructor; the names are FSDP1's."""
 
 from __future__ import annotations
 
