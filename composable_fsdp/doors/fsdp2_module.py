@@ -1,8 +1,4 @@
-"""``FSDPModule``: FSDP2's methods on modules that the door of FSDP2 has sharded.
-
-Each method calls the function of this package with the same meaning. One whose promise
-concerns memory, streams or communicators raises; no result depends on such a method.
-"""
+"""``FSDPModule``: FSDP2's methods on modules that the door of FSDP2 has sharded."""
 
 from __future__ import annotations
 
@@ -30,10 +26,7 @@ class FSDPModule(nn.Module):
     """The class of the module before sharding."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a plain module: a slice of an ``nn.Sequential`` calls its own class.
-
-        The new module is not sharded, so neither is its class.
-        """
+        """Return a plain module: a slice of an ``nn.Sequential`` calls its class."""
         # The result is no instance of ``cls``, so Python does not call ``__init__``
         # again.
         return cls._plain_class(*args, **kwargs)

@@ -1,15 +1,4 @@
-"""Frozen parameters that wrap tensors, such as quantized weights, as plain parameters.
-
-::
-
-    before    linear.weight         Int8Tensor of qdata and scale
-    after     linear.weight         a module ``TensorsInside`` with the parameters
-              linear.weight.qdata   int8, frozen       sharded as any frozen parameter
-              linear.weight.scale   float32, frozen
-    forward   linear.weight         Int8Tensor of views of the full qdata and scale
-
-The names are those that a checkpoint uses for tensors inside of others.
-"""
+"""Frozen parameters that wrap tensors, as quantized weights do, as plain parameters."""
 
 from __future__ import annotations
 

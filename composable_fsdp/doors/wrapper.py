@@ -1,10 +1,6 @@
 """``FullyShardedDataParallel``: FSDP1's wrapper API over ``fully_shard``.
 
-The wrapped module holds the state, the handle and the hooks. The wrapper adds a level
-to the module tree and removes the wrapper's component from every name::
-
-    model.layer                        unit without a wrapper
-    model.layer._fsdp_wrapped_module   unit with a wrapper; names show "layer"
+The wrapped module holds the state, the handle and the hooks.
 """
 
 from __future__ import annotations

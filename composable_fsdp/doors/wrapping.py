@@ -52,11 +52,7 @@ Apply = Callable[[nn.Module, dict[str, Any]], nn.Module | None]
 def post_order_apply(
     root: nn.Module, targets: Mapping[nn.Module, Mapping[str, Any]], fn: Apply
 ) -> None:
-    """Call ``fn(module, options)`` for each target, after all targets below.
-
-    A replacement that ``fn`` returns takes the module's place under every name and
-    parent. ``root`` is skipped: only the caller can replace it.
-    """
+    """Replace each target but ``root`` by ``fn(module, options)``, bottom up."""
     order = walk.post_order(root)
     # Find all places before the first change: a replacement hides the module inside.
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {m: [] for m in targets}
