@@ -84,11 +84,7 @@ def unknown_text(
 
 
 def _is_done(module: object, given: Mapping[str, Any]) -> bool:
-    """Return whether ``if_sharded="skip"`` leaves nothing to do.
-
-    Raises: TypeError, for an unknown argument; PlanError, for another ``if_sharded``;
-    CompositionError, naming the first option that differs.
-    """
+    """Return whether ``if_sharded="skip"`` leaves nothing to do; refuse others."""
     # Python's own TypeError would not translate names of torch's FSDP.
     unknown = sorted(given.keys() - _OWN_NAMES.keys())
     if unknown:
