@@ -1,8 +1,4 @@
-"""A training step as a CUDA graph, captured in one call.
-
-Seams: none of the core. The step runs the package's public functions; this module runs
-the step, and torch's hooks of optimizer steps tell which optimizers it runs.
-"""
+"""A training step as a CUDA graph, captured in one call."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """``checkpoint``: activation checkpointing in place.
 
-The module's ``forward`` runs twice; module hooks stay outside and run once, so it does
-not matter whether ``checkpoint`` or ``fully_shard`` is applied first. Units below run
-again, all-gather if necessary, and are not recorded in the execution order.
+Module hooks stay outside of what runs twice, so it may come before ``fully_shard`` or
+after it. Units below run again and are not recorded in the execution order.
 """
 
 from __future__ import annotations

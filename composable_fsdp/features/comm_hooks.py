@@ -1,9 +1,4 @@
-"""Communication hooks: a function of the user that replaces the gradient collectives.
-
-Called per region and reduction, on its stream: ``hook(state, gradient, output)``, or
-``hook(state, gradient)`` where nothing is cut. ``gradient`` ``(padded_numel,)`` may be
-overwritten; the contents of ``output`` ``(shard_numel,)`` become the gradient.
-"""
+"""Communication hooks: a user's function that replaces the gradient collectives."""
 
 from __future__ import annotations
 
@@ -246,10 +241,7 @@ def int8_all_to_all_hook(
 
 
 def reduce_by_hook(handle: FlatParamHandle) -> None:
-    """Have the communication hook of the user reduce every region.
-
-    Raises: FSDPError, if a result has not ``shard_numel`` elements.
-    """
+    """Have the communication hook of the user reduce every region."""
     rule = handle.rule
     assert rule.hook is not None
     for region in chain.from_iterable(handle.layout.reduce_groups):

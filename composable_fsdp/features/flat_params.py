@@ -1,11 +1,5 @@
 """``flat_parameters``: parameters that an optimizer steps with the fewest kernels.
 
-An optimizer over the originals has as many tensors as the model has parameters. Over
-flat parameters, an optimizer has a tensor per region, and pays per step for those::
-
-    model.parameters()        up.weight  up.bias  down.weight  down.bias ..
-    flat_parameters(model)   [ up.weight  up.bias  down.weight  down.bias | padding ]
-
 Value and gradient of the padding are zero; no norm and no state dict includes it.
 """
 

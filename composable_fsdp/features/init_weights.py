@@ -1,8 +1,6 @@
 """Initialize a sharded model as the plain model would be, unit by unit.
 
-A unit is full while the initializer runs on its modules, and its values are written
-back when modules of another unit follow. A unit also becomes full when a torch function
-gets one of its parameters. All ranks run the initializer, so all draw equal numbers.
+A unit is full while the initializer runs on it. All ranks draw equal numbers.
 """
 
 from __future__ import annotations
@@ -81,10 +79,7 @@ def init_weights(
 
 
 def apply_whole(module: nn.Module, fn: Init, what: str, *, wrappers: bool) -> None:
-    """Call ``fn`` as ``module.apply`` would, with full parameters; writes are kept.
-
-    Collective, Raises: as ``init_weights``.
-    """
+    """Call ``fn`` as ``module.apply`` would, with full parameters; writes are kept."""
     own = _get_module_fsdp_state(module)
     states = [*_get_fsdp_states(module), *([] if own is None else [own])]
     tops = {id(top): top for top in map(outermost, states)}

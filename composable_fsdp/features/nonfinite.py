@@ -134,10 +134,7 @@ def _routes(
 
 
 def _found(routes: Mapping[Route, Sequence[ParamRef]]) -> list[NonFinite]:
-    """Return the gradients that are not finite on any rank of their route.
-
-    Collective: as ``find_nonfinite``, in the order of the units on all ranks.
-    """
+    """Return the gradients that are not finite on any rank of their route."""
     found: list[NonFinite] = []
     for route, refs in routes.items():
         mine = _examined([each for ref in refs for each in _held(ref)])

@@ -1,8 +1,4 @@
-"""The state of a replica, for replicas that die and join again while others train.
-
-Rank k of a replica has the shards of rank k of each other one, of which a replica that
-joins gets this state. The manager of torchft decides who is alive.
-"""
+"""The state of a replica, for replicas that die and join again while others train."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""Batches for ranks whose loaders end at different times.
-
-All ranks make the same number of turns. Rank 0 has 3 batches, rank 1 has 5::
-
-    policy      rank 0: batch (weight)           rank 1: batch (weight)
-    shortest    0 (1)  1 (1)  2 (1)              0 (1)  1 (1)  2 (1)
-    pad         0 (1)  1 (1)  2 (1) 2 (0) 2 (0)  0 (1)  1 (1)  2 (1)  3 (2)  4 (2)
-    error       0 (1)  1 (1)  2 (1) DesyncError  0 (1)  1 (1)  2 (1)  DesyncError
-"""
+"""Batches for ranks whose loaders end at different times."""
 
 from __future__ import annotations
 
@@ -125,10 +117,7 @@ class _Source(Generic[T]):
         self._error: Exception | None = None
 
     def take(self) -> tuple[Tensor, Operation | None]:
-        """Take a batch; begin to count ranks with a batch, with an error, without any.
-
-        Collective: an all-reduce of three integers, not waited for.
-        """
+        """Take a batch; begin to count ranks with a batch, an error, or neither."""
         # Some loaders begin again after their end.
         if self.has_batch:
             try:
