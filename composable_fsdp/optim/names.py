@@ -1,7 +1,4 @@
-"""The plain model's name of each parameter in an optimizer, and state keyed by names.
-
-Keys may be numbers (as in ``optim.state_dict()``) or names. An ambiguous key raises.
-"""
+"""The plain model's name of each parameter in an optimizer, and state by names."""
 
 from __future__ import annotations
 
@@ -188,11 +185,7 @@ def name_parameters(
     param_groups: Iterable[Group],
     given: Mapping[int, str] | None = None,
 ) -> Table:
-    """Name the parameters of each group as ``model`` does; of flat ones the originals.
-
-    Raises: CheckpointError, for a parameter outside ``model`` that has no name in
-    ``given``, or whose name ``model`` uses for another parameter.
-    """
+    """Name the parameters of each group as ``model`` does, flat ones by originals."""
     table = Table(model, own=originals(list(param_groups)))
     names = names_of(model)
     names |= _names_behind(names, table.own)
