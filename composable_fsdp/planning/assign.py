@@ -1,8 +1,4 @@
-"""Assigns every parameter of a tree to a unit, in a single walk from left to right.
-
-A parameter belongs to the nearest enclosing unit. A parameter with places in several
-units is refused, or promoted to the lowest unit above all these places.
-"""
+"""Assigns every parameter of a tree to a unit, in a single walk from left to right."""
 
 from __future__ import annotations
 

@@ -67,10 +67,7 @@ _KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class UnitOptions:
-    """The options of a unit: how the unit is sharded and when the unit communicates.
-
-    Raises: TypeError, PlanError.
-    """
+    """The options of a unit: how the unit is sharded and when the unit communicates."""
 
     strategy: ShardingStrategy = FULL_SHARD
     placement: Placement | None = None

@@ -55,8 +55,7 @@ def plan_targets(
 
 
 _Facts = tuple[Any, ...]
-"""What the plan of a parameter follows from: its names, its places as (name from the
-unit, key), and the other arguments of ``UnitOptions.spec``."""
+"""What the plan of a parameter follows from: names, places, arguments of ``spec``."""
 
 
 def _target(

@@ -1,7 +1,4 @@
-"""Policies: functions of a module tree that return units as ``{module: options}``.
-
-A policy only selects modules; no policy here wraps or changes the tree.
-"""
+"""Policies: functions of a module tree that return units as ``{module: options}``."""
 
 from __future__ import annotations
 

@@ -66,11 +66,7 @@ class UnitPlan:
 
     @property
     def piece_ranks(self) -> int:
-        """Number of pieces of the full parameters that are kept; 0 if none are.
-
-        A rank's piece is coarser than its shard: at rest (``has_rest``), or else
-        between forward and backward.
-        """
+        """Number of pieces of the full parameters that are kept; 0 if none are."""
         rest, between = self.parameter_ranks, self.between_ranks
         if 1 < rest < self.shard_world_size:
             return rest
