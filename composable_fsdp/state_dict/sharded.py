@@ -1,12 +1,6 @@
 """SHARDED_STATE_DICT: tensors that know which part of the full value this rank holds.
 
-A ``ShardedValue`` has the shape of the full parameter and memory for this rank's part
-alone. torch.distributed.checkpoint (DCP) asks the value for boxes::
-
-    weight (5, 4) on 2 ranks, shard_numel 12
-
-    rank 0   shape (5, 4), local (3, 4)   box at (0, 0) of size (3, 4)
-    rank 1   shape (5, 4), local (2, 4)   box at (3, 0) of size (2, 4)
+torch.distributed.checkpoint (DCP) asks a ``ShardedValue`` for boxes.
 """
 
 from __future__ import annotations
