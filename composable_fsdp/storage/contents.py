@@ -1,8 +1,4 @@
-"""Lists the tensors of a module by the plain model's names: regions, and other tensors.
-
-Wrappers leave no trace in the names: ours, DistributedDataParallel, and the module that
-torch.compile returns.
-"""
+"""Lists the tensors of a module by the plain model's names."""
 
 from __future__ import annotations
 

@@ -118,10 +118,7 @@ def export_module(
     dtype: torch.dtype | None = None,
     rewrite: Rewrite | None = None,
 ) -> bool:
-    """Gather the units of ``module`` in turn, and write them on the first rank.
-
-    Collective: as ``export_safetensors`` for a module.
-    """
+    """Gather the units of ``module`` in turn, and write them on the first rank."""
     states = units_in(module)
     team = team_of(module, "export_safetensors")
     # Ranks of tensor parallelism gather as well, and a single rank of all writes.

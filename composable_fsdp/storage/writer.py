@@ -1,7 +1,4 @@
-"""Host memory in which values wait, and files that are written as a stream.
-
-A file is safetensors, with a checksum per block of payload.
-"""
+"""Host memory in which values wait, and files that are written as a stream."""
 
 from __future__ import annotations
 
