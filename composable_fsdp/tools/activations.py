@@ -1,11 +1,7 @@
-"""``StorageLog`` follows the storages that operations meet; ``measure_activations``
-measures with it what a step holds beside the plan's buffers, by unit, on fake tensors.
+"""What a step holds beside the plan's buffers, by unit, measured on fake tensors.
 
-A storage may be allocated before its kind is known (a gradient is any tensor until a
-parameter shows it), so changes refer to blocks, and blocks are named later. Memory that
-a kernel allocates and frees itself is not seen. A window is a stretch of the step in
-which one unit computes. The stretches have the names of the plan's events, so their
-bytes are added to those of the plan.
+A storage may be allocated before its kind is known, so changes refer to blocks, and
+blocks are named later. Memory that a kernel allocates and frees itself is not seen.
 """
 
 from __future__ import annotations

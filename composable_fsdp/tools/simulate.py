@@ -1,7 +1,6 @@
 """Entry point ``simulate``, a step of the real runtime on fake tensors; its result.
 
-The first step fills caches, the second is followed: ``MemoryLog`` counts its bytes, and
-``Clock`` its computations and collectives.
+The first step fills caches; the second is followed.
 """
 
 from __future__ import annotations
