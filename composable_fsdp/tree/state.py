@@ -1,8 +1,4 @@
-"""The state of a unit, the state of a root, and the objects that a tree shares.
-
-``fully_shard`` creates an ``_FSDPState`` per unit. Lazy initialization turns the
-outermost into a ``_RootFSDPState`` and gives all the same ``RuntimeContext``.
-"""
+"""The state of a unit, the state of a root, and the objects that a tree shares."""
 
 from __future__ import annotations
 
@@ -63,8 +59,7 @@ class Precision:
     buffer_dtype: torch.dtype | None
     """Dtype of floating-point buffers; None leaves buffers unchanged."""
     buffer_dtypes: dict[tuple[int, str], torch.dtype] = field(default_factory=dict)
-    """Original dtypes of the buffers that were cast, by the number of the unit's module
-    and the FQN from this module."""
+    """Original dtypes of cast buffers, by the number of the module and FQN."""
 
 
 def make_precision(handle: FlatParamHandle, *, is_local_root: bool) -> Precision | None:
@@ -102,8 +97,7 @@ class StepOrder:
         self.count = 0
         """The length of ``uses``, which saves a call of ``len`` per forward."""
         self.mode = mode
-        """FQN of the outermost unit, training or evaluation, gradients enabled or not,
-        and ``RuntimeContext.changed_flags``."""
+        """The outermost FQN, training, gradients, and ``changed_flags``."""
         # The last graph task that reached this forward, and the index of the earliest
         # use that it has reached, for prefetching.
         self.task = self.reached = -1
@@ -182,8 +176,7 @@ class RuntimeContext(Referable):
     order: StepOrder = field(default_factory=StepOrder)
     """The order of the current or the latest forward."""
     tail: tuple[Any, Any] | None = None
-    """In a forward: the node of the output of the last call (``UnitForward``), if it
-    has one output, and the call."""
+    """In a forward: the last call, and the node of its output, if it has one."""
     entered: _FSDPState | None = None
     """The unit whose forward began the iteration, while that forward runs."""
     # A KeyboardInterrupt runs no forward hook and leaves ``entered`` set: then
@@ -265,8 +258,7 @@ class Reduction:
     arrived: tuple[bytes, ...]
     """Per trainable region, the flags of ``ReduceBuffer.arrived``."""
     final: bool
-    """False if no all-reduce over the replicas follows, so that the sums go to
-    ``ReduceBuffer.partial``."""
+    """False if the sums wait in ``ReduceBuffer.partial`` for an all-reduce."""
 
 
 T = TypeVar("T")
@@ -281,8 +273,7 @@ class InitialWeights:
 
     is_checked: bool  # with ``check_weights`` and other ranks
     hashes: Tensor | None
-    """The hash of each parameter, by slot index. None for values that were broadcast or
-    are on meta, and for a unit that is not cut."""
+    """The hash of each parameter, by slot index; None if nothing is compared."""
     synced: bool  # by a broadcast
     # Two tuples of integers: the garbage collector would visit each pair.
     _ids: tuple[int, ...] = ()
