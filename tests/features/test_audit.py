@@ -710,7 +710,7 @@ def test_an_error_of_the_audit_ends_no_program(world: World) -> None:
         (audits._Call, "after"),
         (audits, "_users_frame"),
         (audits, "accumulators_of"),
-        (audits, "param_path"),
+        (audits, "param_ref"),
     ):
         model = build("composable")
         with mock.patch.object(where, name, broken), warnings.catch_warnings():
