@@ -381,8 +381,8 @@ units in another order than the plan's, in slots
     linear + linear + linear call=skip | train 0; train 1; alone 3 0; alone 1 0;
         alone 2 1; train 2; train 0 | strategy={HALF/FULL_SHARD} arena={shared/apart}
 gradients to which a backward adds nothing
-    linear + linear call=skip | forward 0; backward; forward 1; backward; leaf_hook 2
-        tensor; forward 2; backward; forward 3; backward; step | offload
+    linear (linear unit= call=skip) | forward 0; backward; forward 1; backward; forward
+        2; backward; forward 3; backward; step | offload
 a weight in channels_last, in a slot
     linear + images | | arena={shared/apart}
 a nap before a step, after a backward and around a load

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
+    FSDPError,
     ShardingStrategy,
     fully_shard,
     reshard,
@@ -21,6 +22,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.access import set_reduce_scatter_unused_params
+from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.features import flat_parameters
 from tests.runtime.parity import trains_as
@@ -34,6 +36,76 @@ from tests.support.reference import (
 from tests.support.world import World
 
 WIDTH = 8
+
+
+class Escapes(nn.Module):
+    """Hands a tensor to a place where nobody looks."""
+
+    def __init__(
+        self,
+        read: Callable[[Tensor, Tensor], Tensor],
+        keep: Callable[[Tensor], object],
+    ) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((WIDTH,), 1.5))
+        self.read, self.keep = read, keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keep(self.read(x, self.gain).sum())
+        return x * 1.0
+
+
+class Function(torch.autograd.Function):
+    """Keeps its weight where autograd does not look at versions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grads[0], grads[0] * x
+
+
+READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mul": lambda x, w: x * w,
+    "div": lambda x, w: x / w,
+    "pow": lambda x, w: w.square() * x,
+    "prelu": lambda x, w: torch.nn.functional.prelu(x, w),
+    "rms_norm": lambda x, w: torch.nn.functional.rms_norm(x, (WIDTH,), w),
+    "mv": lambda x, w: x @ w,
+    "function": Function.apply,
+}
+
+
+@pytest.mark.req("P-01")
+@pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, None])
+@on_ranks(2)
+def test_a_read_outside_the_window_names_the_parameter_and_the_way_out(
+    world: World, prefetch: BackwardPrefetch | None
+) -> None:
+    """Never freed memory, never memory that an all-gather is writing; the next step is
+    right."""
+    for read, function in READS.items():
+        place: list[Tensor] = []
+        escapes = Escapes(function, place.append)
+        torch.manual_seed(0)
+        first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        model = nn.Sequential(first, escapes, last)
+        apply_units(model, ["1"], backward_prefetch=prefetch)
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(world.rank))
+        model(x)
+        with pytest.raises(FSDPError) as caught:
+            backward(place[0])
+
+        text = str(caught.value)
+        assert "sharded" in text
+        assert "Return the tensor from the forward" in text
+        assert "'1.gain'" in text or read == "function"
+        model.zero_grad()
+        backward(model(x).square().mean())
 
 
 # ---- units that give out their own weights ----
