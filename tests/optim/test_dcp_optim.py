@@ -46,7 +46,6 @@ from composable_fsdp.features import flat_parameters
 from composable_fsdp.optim import get_full_optim_state
 from composable_fsdp.optim.save import local_state_dict
 from composable_fsdp.state_dict import ShardedValue
-from tests.runtime.test_empty_shard_grads import INPUT, once
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
@@ -324,7 +323,7 @@ def steps(
 ) -> None:
     """Train on this rank's inputs."""
     for at in range(first, last):
-        once(world, model, at)
+        backward(loss_of(model, wide_input(4)(at, world.rank)))
         optim.step()
         optim.zero_grad()
 
@@ -360,7 +359,7 @@ def save_own(world: World, folder: Path) -> Any:
     model = fully_shard(nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4)))
     optim = torch.optim.Adam(model.parameters(), lr=0.05)
     for at in range(2):
-        backward(loss_of(model, INPUT(at, world.rank)))
+        backward(loss_of(model, wide_input(4)(at, world.rank)))
         optim.step()
         held = optim.state_dict()["state"]
         assert len(held) == sum(p.numel() > 0 for p in model.parameters()) < 4
@@ -371,7 +370,7 @@ def save_own(world: World, folder: Path) -> Any:
 def load_own(world: World, folder: Path, wanted: Any) -> None:
     model = fully_shard(nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4)))
     optim = torch.optim.Adam(model.parameters(), lr=0.05)
-    backward(loss_of(model, INPUT(0, world.rank)))
+    backward(loss_of(model, wide_input(4)(0, world.rank)))
     optim.step()
     found = {"optim": optim.state_dict()}
     dcp_load(found, checkpoint_id=folder)
