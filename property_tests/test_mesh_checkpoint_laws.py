@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from composable_fsdp import Block, fully_shard, load, save
+from composable_fsdp.config import RowBlock
 from composable_fsdp.storage.native import NativeSource
 from property_tests.live import examples
 from tests.parallel.models import mesh_of, whole
@@ -39,7 +40,7 @@ class Placement:
     """The dim of each tensor that is cut; a dim that there is not: replicated."""
     loose: int
     """The tensors from this one on are in no unit."""
-    block: Block
+    block: Block | RowBlock
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def placements(tensors: int) -> st.SearchStrategy[Placement]:
         dp=st.sampled_from([1, 2, 4, 0, -1]),
         cuts=st.tuples(*[st.integers(0, 3)] * tensors),
         loose=st.integers(0, tensors),
-        block=st.sampled_from([Block.ROW, Block.ELEMENT]),
+        block=st.sampled_from([*Block, Block.rows(3)]),
     )
 
 
@@ -139,7 +140,7 @@ def laws(draw: st.DrawFn) -> Law:
     return Law(shapes, draw(both), draw(both))
 
 
-@pytest.mark.req("L-01")
+@pytest.mark.req("L-01", "M-05")
 @examples(12)
 @given(law=laws())
 @example(
@@ -160,6 +161,14 @@ def laws(draw: st.DrawFn) -> Law:
         ((), (), (1,), ()),
         Placement(1, (0, 0, 0, 0), 0, Block.ROW),
         Placement(2, (0, 0, 0, 0), 3, Block.ROW),
+    )
+)
+@example(
+    # Whole parameters on a rank, and blocks of rows.
+    law=Law(
+        ((7, 3), (5,), ()),
+        Placement(0, (0, 0, 0), 3, Block.TENSOR),
+        Placement(0, (0, 0, 0), 3, Block.rows(3)),
     )
 )
 @example(
