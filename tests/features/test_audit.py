@@ -354,6 +354,12 @@ every: dict[str, Callable[..., optim.Optimizer]] = {
 }
 
 
+def averaged(model: nn.Module) -> None:
+    loss_of(model)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]  # untyped in torch
+    train(model, between=average.update_parameters)
+
+
 @torch.no_grad()
 def as_reference(model: nn.Module) -> None:
     """Forwards of a copy that is frozen in part, and of one that is frozen."""
@@ -385,6 +391,7 @@ QUIET: dict[str, Program] = {
     "works_on_shards": by_rule(trust_ratio, ForShards),
     "works_on_shards, after a step before any forward": stepped_before,
     "a reference that is frozen": as_reference,
+    "an average of the weights": averaged,
 }
 
 
@@ -664,16 +671,6 @@ def test_an_error_in_a_hook_names_the_parameter(world: World) -> None:
 
     notes = getattr(caught.value, "__notes__", [str(caught.value)])
     assert "In a hook of parameter 'weight' (6, 6)" in notes[-1]
-
-
-@on_ranks(2)
-def test_an_average_of_a_sharded_model_hears_nothing(world: World) -> None:
-    """``AveragedModel`` copies the model, and its update is element-wise."""
-    model = build("composable")
-    loss_of(model)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]  # untyped in torch
-
-    assert said(after_backward(lambda m: average.update_parameters(m)), model) == []
 
 
 LATE_COMPILER = """
