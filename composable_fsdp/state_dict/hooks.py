@@ -185,8 +185,11 @@ def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) 
 def _storage(value: Any) -> int | None:
     """Return the identity of the memory of a plain tensor or of a sharded value."""
     found = local_of(value)
-    is_plain = type(found) in (Tensor, nn.Parameter)
-    return found.untyped_storage()._cdata if is_plain else None
+    # Sparse buffers have no storage.
+    if type(found) not in (Tensor, nn.Parameter) or found.layout is not torch.strided:
+        return None
+    number: int = found.untyped_storage()._cdata
+    return number
 
 
 def _require_one_type(module: nn.Module, kind: StateDictType) -> None:
