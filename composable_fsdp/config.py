@@ -314,9 +314,7 @@ class CPUOffload:
 class Arena:
     """Selects memory with stable addresses for the full parameters.
 
-    Without an arena each unit allocates its full parameters at every all-gather. With
-    an arena they lie in a slot, whose memory is kept, so the addresses of the full
-    parameters stay the same from step to step.
+    Full parameters lie in slots, whose memory is kept from step to step.
 
     Args:
         shared: units that are never full at the same time, by the plan, use the same

@@ -78,8 +78,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``.
 
-    The norm is that of the unsharded model. ``torch.nn.utils.clip_grad_norm_`` sees
-    this rank's shards alone, and scales by a different factor on each rank.
+    The norm is that of the unsharded model.
 
     Args:
         module_or_params: A module, or sharded parameters and plain ones (equal on all

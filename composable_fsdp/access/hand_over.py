@@ -48,9 +48,9 @@ def boxes(
 ) -> dict[str, tuple[RankBox, ...]]:
     """Return which global rank holds which box of each tensor, on all ranks alike.
 
-    The boxes of a name hold each of its elements once; with ``replicas`` once on each
-    rank that has them. Names are those of ``stream_full``. A rank's boxes of a name lie
-    in its sharded parameter one behind the other.
+    The boxes of a name (as in ``stream_full``) hold each element once; with
+    ``replicas`` once on each rank that has it. They lie in a rank's sharded parameter
+    one behind the other.
 
     Raises: CompositionError, if the ranks of the meshes form no regular grid, or if
         parts of tensor parallelism differ in size.

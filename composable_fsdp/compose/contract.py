@@ -62,10 +62,8 @@ def contract(
 ) -> Callable[[Callable[Concatenate[Any, P], object]], Contract[P, Any]]:
     """Turn a function of a module, or of a list of modules, into a composable API.
 
-    Each call of the API makes one ``state_cls()`` and registers this state, under the
-    function's name, on the module or on every module of the list. Then the function
-    runs, reads the state with ``api.state(module)``, and returns None or its first
-    argument.
+    Each call makes one ``state_cls()`` and registers it, under the function's name, on
+    every module. Then the function runs, which returns None or its first argument.
 
     Args:
         state_cls: makes the state of a call. Default SimpleNamespace, which accepts any

@@ -161,9 +161,8 @@ def fully_shard(
 ) -> FSDPModule | list[FSDPModule]:
     """Shard ``module`` in place, with the arguments of FSDP2's ``fully_shard``.
 
-    The class of the module becomes ``FSDP<name>``, which also derives from
-    ``FSDPModule``. Parameters stay plain tensors with this rank's rows. State dicts
-    hold sharded values, whose ``full_tensor()`` gathers.
+    The class of the module becomes ``FSDP<name>``, a ``FSDPModule``. Parameters stay
+    plain tensors with this rank's rows; state dicts hold sharded values.
 
     Args:
         module: The module, or a list of modules that becomes one unit.

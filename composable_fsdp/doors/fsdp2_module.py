@@ -17,9 +17,7 @@ from composable_fsdp.features.init_weights import apply_whole
 class FSDPModule(nn.Module):
     """The base class of modules that ``composable_fsdp.fsdp2.fully_shard`` has sharded.
 
-    ``isinstance(module, FSDPModule)`` finds these modules. The class of such a module
-    is named after the module's own class, ``FSDPLinear`` for ``Linear``, and derives
-    from both.
+    The class of such a module, ``FSDPLinear`` for ``Linear``, derives from both.
     """
 
     _plain_class: type[nn.Module]

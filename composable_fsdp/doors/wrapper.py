@@ -72,9 +72,8 @@ class FullyShardedDataParallel(PlainNames):
     """Shard ``module`` over ranks inside a wrapper; arguments as in torch's FSDP1.
 
     Every unit that ``auto_wrap_policy`` selects is replaced by a wrapper, as in FSDP1.
-    Parameters and buffers have the plain model's names, without
-    ``_fsdp_wrapped_module``. Wrapping a wrapper again with equal settings returns the
-    same wrapper.
+    Parameters and buffers have the plain model's names. Wrapping a wrapper again with
+    equal settings returns the same wrapper.
 
     Args:
         module: The module to shard and wrap.

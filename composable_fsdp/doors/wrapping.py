@@ -79,8 +79,7 @@ def enable_wrap(
 ) -> Iterator[None]:
     """Make ``wrap`` call ``wrapper_cls(module, **wrapper_kwargs)`` in this block.
 
-    Blocks nest: the inner block replaces the outer block completely until the inner
-    block ends, also by an exception. Other threads are not affected.
+    An inner block replaces the outer one. Other threads are not affected.
     """
     token = _current.set((wrapper_cls, wrapper_kwargs))
     try:
@@ -120,8 +119,6 @@ def transformer_auto_wrap_policy(
     transformer_layer_cls: set[type[nn.Module]],
 ) -> bool:
     """Return whether ``module`` is of a layer class; always True on the way down.
-
-    ``ModuleWrapPolicy`` decides the same; ``nonwrapped_numel`` has no influence.
 
     Raises: PlanError, if the module is a container such as ``nn.ModuleList``.
     """

@@ -195,7 +195,8 @@ def fully_shard(
             (LOCAL_WORLD_SIZE ranks) and replicate across nodes.
         device_mesh: The ranks as a mesh instead of ``process_group``: a 1-D mesh
             shards, a 2-D mesh is (replicate, shard), and dims of a larger mesh are
-            taken by their names (``comm.meshes``).
+            taken by their names: ``dp``, ``dp_shard``, ``fsdp``, ``cp`` and the like
+            shard, ``replicate``, ``dp_replicate`` and ``ddp`` replicate.
         policy: Selects the modules below ``module`` that become units: a policy object,
             a function ``(module, recurse, nonwrapped_numel) -> bool``, or a function
             that returns ``{module: options}``. The policy does not enter units made by

@@ -206,8 +206,7 @@ def audit(module: nn.Module, action: Report = "warn") -> None:
     """Audit the next step of a sharded model, as its first step is with "warn".
 
     From here to the forward after the next optimizer step, functions are told that take
-    this rank's shard of a parameter, or of its gradient, for the whole: norms, sums and
-    means over rows, matrix products, rows chosen by number, random fills. Each is told
+    this rank's shard of a parameter, or of its gradient, for the whole. Each is told
     once per line, with the parameter and the way out.
 
     Args:

@@ -45,11 +45,9 @@ def checkpoint(
 ) -> None:
     """Save no activations of ``module``; recompute its forward in backward.
 
-    Class, parameters and names stay unchanged; the instance gets an own ``forward``,
-    and ``checkpoint.state(module)`` returns the state of the application. Keyword
-    arguments of the forward work in both modes. With ``use_reentrant=True`` tensors
-    inside containers get no gradient, as in torch. Units below the module are
-    all-gathered again in backward.
+    Class, parameters and names stay unchanged; the instance gets an own ``forward``.
+    With ``use_reentrant=True`` tensors inside containers get no gradient, as in torch.
+    Units below the module are all-gathered again in backward.
 
     Args:
         module: The module to recompute.

@@ -35,10 +35,9 @@ def init_weights(
 ) -> None:
     """Give the parameters in ``module`` the values that the plain model would get.
 
-    ``torch.manual_seed(0)`` and ``init_weights(model, fn)`` give the full values of
-    ``torch.manual_seed(0)`` and ``plain.apply(fn)``, and leave the same state of the
-    random number generator, on any number of ranks. Call on every rank, with the same
-    seed. Tensors on meta get memory first, on the compute device of their unit.
+    With equal seeds it gives the values of ``plain.apply(fn)``, and leaves the same
+    state of the random number generator, on any number of ranks. Call on every rank,
+    with the same seed. Tensors on meta get memory first, on their compute device.
 
     Args:
         module: A sharded model, or a module in one (a new head).

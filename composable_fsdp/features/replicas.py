@@ -19,8 +19,7 @@ def replica_state_dict(
 ) -> dict[str, Any]:
     """Return this rank's shards, buffers and optimizer state, without copies.
 
-    Another thread may call this function during forward and backward, as the manager of
-    torchft does: the sharded values change in the optimizer step alone.
+    Another thread may call this function during forward and backward.
 
     Args:
         module: the sharded model.

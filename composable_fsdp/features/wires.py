@@ -70,8 +70,7 @@ class Int8Wire(WireFormat):
 class Float8Wire(WireFormat):
     """Sends matrices as float8 (e4m3), with a scale in float32 per row.
 
-    A row is an index of dim 0. Values do not depend on the number of ranks: gathering
-    encoded rows equals encoding the whole matrix.
+    Values do not depend on the number of ranks.
     """
 
     needs_rows = True

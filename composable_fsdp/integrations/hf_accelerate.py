@@ -36,8 +36,7 @@ SHARDED_STATE = "sharded_state"
 class ShardedAccelerator(Accelerator):
     """An ``Accelerator`` whose ``prepare`` shards models in place.
 
-    A model that is sharded already keeps the sharding. Everything else is as in
-    ``Accelerator``: loaders, accumulation, trackers, ``gather_for_metrics``.
+    A model that is sharded already keeps the sharding.
 
     Args:
         args: the arguments of ``Accelerator``.

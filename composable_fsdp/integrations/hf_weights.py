@@ -195,11 +195,9 @@ def load_pretrained(
 ) -> None:
     """Load files of transformers' ``save_pretrained`` into a sharded model.
 
-    The model may be on the meta device: parameters get memory for this rank's part
-    only. Each rank maps the files and reads the elements that the rank holds. Tied
-    weights and buffers that are in no file (frequencies of rotary embeddings) get their
-    values as in ``from_pretrained``. Tensors that transformers converts, such as
-    experts, are read by every rank as a whole, one at a time.
+    The model may be on the meta device. Each rank reads the elements that it holds;
+    tensors that transformers converts, such as experts, as a whole, one at a time. Tied
+    weights and buffers that are in no file get values as in ``from_pretrained``.
 
     Args:
         model: a model of transformers that ``fully_shard`` was applied to, or a plain

@@ -407,8 +407,6 @@ def rekey_optim_state_dict(
 ) -> dict[str, Any]:
     """Return the state dict keyed by parameter names or by the optimizer's numbers.
 
-    The result has new dicts around the same values.
-
     Args:
         optim_state_dict: the state dict, ``{"state": ..., "param_groups": ...}``.
         optim_state_key_type: ``PARAM_NAME`` for names of ``model``, or ``PARAM_ID`` for

@@ -132,10 +132,8 @@ class CustomPolicy:
 class SizePolicy:
     """Makes units of the smallest subtrees that reach ``min_numel`` elements.
 
-    A module becomes a unit if the parameters below the module that no deeper unit has
-    taken reach ``min_numel`` elements. The decisions equal those of
-    ``size_based_auto_wrap_policy``; the policy makes them in a single pass over the
-    tree.
+    Parameters that a deeper unit has taken do not count. The decisions equal those of
+    ``size_based_auto_wrap_policy``.
 
     Args:
         min_numel: smallest size of a unit, in elements.

@@ -61,13 +61,11 @@ class ShardedValue(Tensor):
     """This rank's part of a parameter, or of element-wise optimizer state.
 
     ``shape``, ``size()``, ``dtype`` and ``device`` describe the full value; ``local``
-    holds this rank's elements ``[start, stop)`` of the flattened full value, in the
-    sharded parameter's shape. They are the memory of the shard where DCP or FSDP2's
-    door asks, and a copy under ``state_dict_type``, as in FSDP2 and FSDP1.
+    holds this rank's elements ``[start, stop)`` of the flattened full value: the memory
+    of the shard where DCP or FSDP2's door asks, and a copy under ``state_dict_type``.
 
-    Element-wise operators of equally cut values and numbers work on these elements, as
-    an average of state dicts needs. Operators that need the full value raise
-    ``TypeError``, except in state-dict hooks, where they gather it.
+    Element-wise operators of equally cut values and numbers work on these elements.
+    Operators that need the full value raise ``TypeError``, but gather in hooks.
     """
 
     # Ordinary attributes, because torch's stagers copy each attribute.

@@ -80,7 +80,7 @@ def export_safetensors(
     A tied parameter is stored once, and the metadata lists the other names.
 
     Args:
-        path: the directory or file to make; no existing file is overwritten.
+        path: the directory or file to make, which must not exist.
         source: a module, sharded or plain; or a checkpoint of any format, open or as a
             path.
         max_shard_bytes: the largest size of a file in bytes; a single tensor may be

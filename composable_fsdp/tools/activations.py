@@ -213,9 +213,8 @@ def measure_activations(
 ) -> Activations:
     """Return the memory of a step of ``module`` beside the buffers of ``plan``.
 
-    Forward, loss and backward run on fake tensors: ``module`` may be on meta, no value
-    is computed, and no parameter changes. Parameters have the compute dtype of their
-    unit. Memory that a kernel allocates and frees itself is not counted, nor are
+    Forward, loss and backward run on fake tensors: ``module`` may be on meta, and does
+    not change. Memory that a kernel allocates and frees itself is not counted, nor are
     buffers of the modules. Shapes may not depend on values.
 
     Args:

@@ -30,10 +30,9 @@ from composable_fsdp.tree.traversal import walk_states
 class NoSplitPolicy:
     """Makes the layers that a model of transformers names units.
 
-    The layers are the modules of the classes in ``_no_split_modules`` of the model and
-    of models inside. A layer that shares a parameter with a module outside of the layer
-    is no unit, so that the root holds the tied parameter once. A model that names no
-    classes gets the entries of its lists of modules.
+    They are of the classes in ``_no_split_modules`` of the model and of models inside,
+    or else the entries of its lists of modules. A layer that shares a parameter with a
+    module outside of it is no unit.
 
     Args:
         classes: names of classes, instead of those that the model names. Default None.

@@ -196,11 +196,9 @@ def _unpack(saved: Tensor | tuple[_Block, int]) -> Tensor:
 def offload_states(optimizer: Optimizer, model: nn.Module) -> None:
     """Keep the optimizer's states in host memory; weights and gradients stay.
 
-    States live in pinned memory, one buffer per region, and pass through two device
-    buffers during a step: the states of the next region come beside the step of this
-    one. Numbers are those without, bit by bit; state dicts and checkpoints, too. A step
-    takes at least the time of two copies of the states over the link to the host, and
-    the host waits for its end. Counters of a single element stay where they are.
+    States live in pinned memory, and pass through two device buffers during a step.
+    Numbers, state dicts and checkpoints are those without, bit by bit. A step takes at
+    least the time of two copies of the states over the link to the host.
 
     Args:
         optimizer: one of torch's that work element by element (Adam, AdamW, SGD with

@@ -51,10 +51,9 @@ def sleep(
 ) -> None:
     """Move parameters, gradients, buffers and states to the host, until ``wake``.
 
-    Afterwards the model holds no device memory, for an inference engine to use. Each
-    storage has a pinned host buffer, which torch keeps for the next sleep. A forward, a
-    step, a save or a state dict is an error meanwhile, and parameters show no elements.
-    On the CPU the same happens in ordinary memory. With ``CPUOffload`` the shards stay.
+    Afterwards the model holds no device memory, for an inference engine to use. A
+    forward, a step, a save or a state dict is an error meanwhile, and parameters show
+    no elements. With ``CPUOffload`` the shards stay.
 
     Args:
         model: holds fully sharded modules, on either path, with all its units.

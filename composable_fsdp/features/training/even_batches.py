@@ -28,10 +28,8 @@ def even_batches(
     long as every rank has a batch. With ``policy="pad"`` the weight of a batch that a
     rank repeats is 0, and the weight of the other batches is the number of ranks over
     the number of ranks that have a batch, so that the gradients are the mean over those
-    ranks. Use ``float(weight > 0)`` instead to divide by all ranks, as
-    ``torch.distributed.algorithms.Join`` does by default. Leave batches of weight 0 out
-    of metrics; they count in the statistics of batch normalization, and a loss of inf
-    or NaN stays NaN.
+    ranks. ``float(weight > 0)`` divides by all ranks. Leave batches of weight 0 out of
+    metrics; batch normalization counts them, and a loss of inf or NaN stays NaN.
 
     Args:
         loader: The batches of this rank, of which one is taken ahead of time.

@@ -34,8 +34,7 @@ from composable_fsdp.tools.models import NoSplitPolicy
 class ShardedPrecision(trainer.Precision):
     """Lightning's precision plugin for ``32-true``, with clipping over all ranks.
 
-    Derive your own precision plugin from this class to use the plugin with
-    ``ComposableFSDPStrategy``.
+    Derive your own precision plugin for ``ComposableFSDPStrategy`` from it.
     """
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
