@@ -65,7 +65,6 @@ HYBRID = (
 )
 """Strategies that require a grid of ranks (replicate, shard)."""
 FULL_SHARD = ShardingStrategy.FULL_SHARD
-"""The default."""
 NO_SHARD = ShardingStrategy.NO_SHARD
 """The strategy of ``replicate``."""
 

@@ -169,7 +169,6 @@ class Norm(NamedTuple):
     """The gradients or parameters of this rank."""
     handles: Sequence[FlatParamHandle]
     chosen: dict[int, Tensor]
-    """The parameters by id."""
     routes: tuple[Route, ...]
     """The sets of groups that share parameters."""
     parts: list[Tensor]

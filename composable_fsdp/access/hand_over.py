@@ -126,7 +126,6 @@ class Entry(NamedTuple):
     part: tuple[int, ...]
     """The shape of what the ranks of the shard group hold together."""
     offset: int
-    """The first element in the region; 0 without a region."""
     axes: list[tuple[dist.ProcessGroup, int | None]]
     """The groups of a DTensor's mesh, and the dim that each cuts."""
     over: list[dist.ProcessGroup]

@@ -39,7 +39,6 @@ class _Piece(NamedTuple):
     start: int
     """Its first element in the region."""
     own: Tensor
-    """What this rank holds of it."""
     numels: list[int]
     """The elements that each rank of the shard group holds."""
     group: dist.ProcessGroup | None

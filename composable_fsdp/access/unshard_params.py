@@ -245,7 +245,6 @@ class _ShownUnit:
         self.state, self.rank0_only = state, rank0_only
         self.context, self.handle = ensure_root(state), state.handle
         self.fulls: list[Tensor] = []
-        """Per region ``(padded_numel,)``."""
         self.views: list[Tensor] = []
         """Per parameter, as in ``handle.leaves``: its elements in ``fulls``."""
         self.leaves: list[nn.Parameter] = []

@@ -71,13 +71,11 @@ class CallRecord:
     """A collective as this rank sent it, for tests and benchmarks."""
 
     op: str
-    """The kind: the name of the function here, without ``_flat``."""
     numel: tuple[int, ...]
     """Elements per buffer, the full one or else the shard; empty for objects."""
     dtype: tuple[torch.dtype, ...]
     """Dtype per buffer; empty for objects."""
     world_size: int
-    """Number of ranks of the group."""
 
     @property
     def nbytes(self) -> int:

@@ -25,7 +25,6 @@ class Call(NamedTuple):
     """A call that all ranks of a group have to make together."""
 
     name: str
-    """What the user called."""
     of: str = ""
     """The module or unit that the call is about; empty if there is none."""
     details: tuple[str | int, ...] = ()
@@ -57,7 +56,6 @@ class Failure(NamedTuple):
     kind: type[Exception]
     text: str
     rank: int
-    """The global rank that raised."""
 
     @classmethod
     def of(cls, error: Exception | None, rank: int) -> Failure | None:

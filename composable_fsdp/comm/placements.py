@@ -34,7 +34,6 @@ ROWS: dict[ShardingStrategy, Placement] = {
 """The placement of each strategy."""
 
 Choice: TypeAlias = ShardingStrategy | Placement
-"""A strategy, or the caller's own placement."""
 
 
 class Ways(NamedTuple):

@@ -17,7 +17,6 @@ class Matrix(NamedTuple):
     """The first element in the flat buffer."""
     rows: int
     width: int
-    """Elements per row."""
 
 
 class WireLayout(NamedTuple):

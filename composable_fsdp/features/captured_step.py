@@ -80,7 +80,6 @@ class _Graph:
     inputs: list[Tensor]
     settings: Hashable = None
     moves: int = 0
-    """``memory.moves`` at the capture."""
     replay: Callable[[], None] | None = None
     output: Any = None
 

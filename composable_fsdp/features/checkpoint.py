@@ -27,9 +27,7 @@ class _CheckpointState:
 
     def __init__(self) -> None:
         self.forward: Callable[..., Any] | None = None
-        """The ``forward`` of the module before the application."""
         self.options: dict[str, Any] = {}
-        """Keyword arguments of ``run_checkpointed``."""
 
 
 @contract(cast("Callable[[], Any]", _CheckpointState))

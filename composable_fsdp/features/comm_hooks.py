@@ -180,7 +180,6 @@ def _divide(tensor: Tensor, factor: float) -> None:
 
 
 INT8_BLOCK = 128
-"""Elements per scale of ``int8_all_to_all_hook``."""
 
 
 def int8_all_to_all_hook(

@@ -35,15 +35,11 @@ class _Item(NamedTuple):
     """A parameter in the exchange of its unit."""
 
     at: int
-    """Position among the parameters of the call."""
     ref: ParamRef
     value: Tensor | None
     sizes: list[int]
-    """Elements on each rank."""
     owner: int
-    """The rank of the shard group that computes."""
     replica: int
-    """The replica that computes."""
 
 
 @torch.no_grad()

@@ -38,7 +38,6 @@ class FlatParamRecord(weakref.ref[FlatParamHandle]):
 
 
 FLAT_PARAMS: dict[int, FlatParamRecord] = {}
-"""All records, by id of the flat parameter."""
 
 
 def find_flat(parameter: object) -> tuple[FlatParamHandle, FlatParamRecord] | None:

@@ -53,7 +53,6 @@ class EncodedShards(GatherSource):
                 inputs[at] = own
         self.kept = outputs
         self.lists = outputs, inputs
-        """``FullForm.gather_lists``."""
 
     # ``torch.func.vjp`` in a forward refuses writes to tensors from outside of it.
     @outside_transforms
@@ -132,7 +131,6 @@ class Pieces(GatherSource):
         self.kept = []
         """The buffers of the pieces; without memory at first."""
         self._starts: list[int] = []
-        """Where in ``full`` the pieces begin."""
         self._inputs: list[Tensor] = []
         """What an all-gather of pieces reads: the shard, or this rank's slice."""
         self.fills: tuple[tuple[Tensor, Tensor], ...] = ()

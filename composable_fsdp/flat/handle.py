@@ -30,9 +30,7 @@ class UseOrder(Protocol):
     expected: Sequence[object]
     """The recorded uses of this round, with which the core compares a use inline."""
     position: int
-    """The index of the next use."""
     is_open: bool
-    """Whether a round is in progress."""
     number: int
     """The index among the logs over its group."""
 
@@ -50,11 +48,8 @@ class UnitLogs(NamedTuple):
     """The order logs of a unit; ``None`` if the unit sends no such collective."""
 
     forward: UseOrder | None = None
-    """Order of the unit's all-gathers in forward."""
     backward: UseOrder | None = None
-    """Order of the unit's all-gathers in backward."""
     reduce: UseOrder | None = None
-    """Order of the unit's reductions."""
 
 
 NO_LOGS = UnitLogs()
@@ -74,7 +69,6 @@ class FullForm:
     """The full buffers and leaves of a unit."""
 
     placed: tuple[nn.Parameter, ...]
-    """The full leaf of each place."""
     swaps: tuple[Swap, ...]
     gather_lists: tuple[list[Tensor], list[Tensor]]
     """The outputs and the inputs of the all-gather, of each region with elements."""
@@ -147,9 +141,7 @@ class UnitLayout:
     places: tuple[Place, ...]
     owners: tuple[nn.Module, ...]
     tables: tuple[Table, ...]
-    """``module._parameters`` of each owner."""
     keys: tuple[str, ...]
-    """The key of each place in its table."""
     sharded_placed: tuple[nn.Parameter, ...]
     forms: Forms
     """The forms of the parameters that compute sees as another class."""
@@ -161,7 +153,6 @@ class LeafMemory(NamedTuple):
     leaves: tuple[nn.Parameter, ...]
     """Sharded leaves with elements on this rank."""
     addresses: tuple[int, ...]
-    """The ``data_ptr()`` of each of ``leaves``, in the shard."""
     empty: tuple[nn.Parameter, ...]
     """Sharded leaves without elements on this rank, which have no address."""
     storages: tuple[torch.UntypedStorage, ...]
@@ -214,7 +205,6 @@ class ReductionProgress:
     has_memory: bool = False
     """Whether reduce buffers are allocated, until an all-gather takes the memory."""
     in_flight: bool = False
-    """Whether a reduction may be writing the flat gradients."""
     all_reduces: bool = False
     """Whether an all-reduce on a stream of its own writes the flat gradients."""
     held: tuple[bytes, ...] | None = None
@@ -240,7 +230,6 @@ class FlatParamHandle:
         self.paths: dict[int, str] = {}
         """Of a unit of several modules below a root: paths of its owners, by id."""
         self.logs = NO_LOGS
-        """The order logs; assigned by lazy initialization."""
         self.guards = guards
         """Tables of forward pre-hooks, one per part of the unit (``part_guards``)."""
         # ``Any``: the class is in a higher layer.

@@ -86,7 +86,6 @@ class Forms(dict[int, ParamForm]):
 
 
 NO_FORMS = Forms()
-"""The forms of a unit of plain parameters. Never changed."""
 
 
 def mesh_groups(forms: Iterable[ParamForm]) -> list[dist.ProcessGroup]:

@@ -50,7 +50,6 @@ class ParamRef:
     handle: FlatParamHandle
     region: FlatParameter
     index: int
-    """Index among the parameters of the region."""
 
     @property
     def slot(self) -> ParameterSlot:

@@ -22,9 +22,7 @@ class Division(NamedTuple):
     """The divisors of sums over ranks."""
 
     before: float
-    """Divisor of each rank's gradients before the sum."""
     after: float
-    """Divisor of the sum."""
     by_backend: bool
     """Whether the collective itself averages; both divisors are then 1."""
 
@@ -88,7 +86,6 @@ class ReduceRule:
     hook: Callable[..., object] | None = None
     """Communication hook of the user, which replaces the collectives and divides."""
     hook_state: Any = None
-    """First argument of ``hook``."""
     keeps_empty: bool = False
     """Whether leaves without elements get an empty gradient, as in FSDP2."""
     force_sum: bool = False
@@ -124,13 +121,10 @@ class FlatGradient:
     """The reduced gradient of a region (``flat.gradients``)."""
 
     dtype: torch.dtype
-    """Dtype of ``shard`` (``Dtypes.gradient``)."""
     shown: bytes
     """Per parameter, 1 if its view was set as ``.grad``, so that a user may hold it."""
     unshown: bytes
-    """The initial value of ``shown``, zeros."""
     keeps_empty: bool = False
-    """As ``ReduceRule.keeps_empty``."""
     shard: Tensor | None = None
     """The reduced gradient of this rank's elements; None if there is none."""
     views: list[Tensor | None] = field(default_factory=list)
@@ -144,9 +138,7 @@ class ReduceBuffer:
     buffer: Tensor
     """Unreduced gradients ``(padded_numel,)``."""
     views: tuple[Tensor, ...]
-    """The view of each parameter's gradient in ``buffer``."""
     gaps: tuple[Tensor, ...]
-    """Views of the padding in ``buffer``."""
     arrived: bytearray
     """Per parameter: 1 if a gradient has arrived that was not reduced yet."""
     waiting: list[Tensor | None]

@@ -26,10 +26,8 @@ from composable_fsdp.tree.root import meet_over
 from composable_fsdp.tree.state import _FSDPState
 
 Group = dict[str, Any]
-"""An entry of an optimizer's ``param_groups``."""
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
-"""An optimizer, or several optimizers over different parameters of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,6 @@ class Named:
     """A parameter of an optimizer: name, and place if a unit holds the parameter."""
 
     fqn: str
-    """Name in the plain model, or the name that the optimizer keeps."""
     parameter: torch.Tensor
     ref: ParamRef | None
 

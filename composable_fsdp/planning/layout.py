@@ -109,7 +109,6 @@ class RegionLayout:
     """Least common multiple of the parameters' blocks and the alignment."""
     world_size: int
     numel: int
-    """Elements of all parameters."""
     padded_numel: int
     shard_numel: int
     parameters: tuple[ParameterSlot, ...]

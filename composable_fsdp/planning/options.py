@@ -43,11 +43,8 @@ class Dtypes(NamedTuple):
     """The three dtypes of a region."""
 
     compute: torch.dtype
-    """That of the full parameters in forward and backward."""
     reduce: torch.dtype
-    """That in which gradients are accumulated and reduced."""
     gradient: torch.dtype
-    """That of ``.grad``."""
 
 
 CHECKS = get_args(Report)

@@ -35,7 +35,6 @@ class Packing:
     block: int
     """Least common multiple of the blocks and the alignment."""
     padding: int
-    """Elements of the buffer that belong to no member."""
 
 
 # (numel, block) of each parameter, both in elements.

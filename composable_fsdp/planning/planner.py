@@ -27,7 +27,6 @@ class Target(NamedTuple):
 
     plan: UnitPlan
     parameters: tuple[tuple[nn.Parameter, ...], ...]
-    """The parameters, by region and then by slot of the region."""
     places: tuple[Place, ...]
     """Every place of every parameter, in the order of ``parameters``."""
     owners: tuple[nn.Module, ...]

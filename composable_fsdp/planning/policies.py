@@ -13,10 +13,8 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
 
 Targets = dict[nn.Module, dict[str, Any]]
-"""The units, and the options of each unit."""
 
 _SHOWN = 8
-"""Largest number of classes that a message lists."""
 
 
 @runtime_checkable

@@ -17,7 +17,6 @@ class Place(NamedTuple):
     fqn: str
     """The parameter's name at this place, from the unit's module."""
     name: str
-    """The parameter's key in ``module._parameters``."""
     slot_index: int
     """Index of the parameter in the unit, whose names need not be unique."""
 

@@ -69,7 +69,6 @@ class UnitForward:
     passage: Any
     """How values enter and leave this forward (``runtime.forward.Passage``)."""
     has_graph: bool
-    """Whether the forward makes a graph of its own."""
     begin: int
     """Number of uses that were recorded before the forward began."""
     form: FullForm
@@ -79,13 +78,11 @@ class UnitForward:
     # Emptied at the end of the forward: a graph node that is held from the hook of one
     # would be a cycle, which keeps the activations alive.
     aliases: tuple[Any, ...] = ()
-    """Nodes of the aliases of the inputs."""
     entry: tuple[Any, UnitForward] | None = None
     """``RuntimeContext.tail``, if an input came from there; emptied alike."""
     followers: tuple[UnitForward, ...] = ()
     """Calls that took this output as it is, latest first; their backward ends here."""
     aliased: bool = False
-    """Whether ``input_done`` will run."""
     inputs: tuple[tuple[Tensor, int], ...] = ()
     """Inputs with their versions at the start; emptied alike."""
     index: int = -1

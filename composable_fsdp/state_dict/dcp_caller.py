@@ -39,9 +39,7 @@ class DcpRequest(NamedTuple):
 
     model: nn.Module
     full: bool
-    """Full tensors instead of sharded values."""
     to_cpu: bool
-    """Copy the tensors to host memory."""
 
 
 # A context variable and not a global: async_save runs DCP in another thread.
@@ -49,7 +47,6 @@ _facts: ContextVar[Mapping[str, Any]] = ContextVar("dcp_facts", default={})  # n
 """Of the DCP call that runs: ``request``, and the number ``saving_ranks``."""
 
 Call = Callable[..., Any]
-"""Any function."""
 
 
 def dcp_request() -> DcpRequest | None:

@@ -152,7 +152,6 @@ class Shown:
     def __init__(self, places: Iterable[Place]) -> None:
         self.places = [*places]
         self.parameters: dict[int, nn.Parameter] = {}
-        """The parameters that the modules show, by slot index."""
         self._kept: list[tuple[Table, str, nn.Parameter]] = []
         self._buffers: list[tuple[Tensor, Tensor]] = []
 

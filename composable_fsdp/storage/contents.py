@@ -117,7 +117,6 @@ class Contents:
     own_states: dict[str, nn.Module]
     mesh_groups: tuple[dist.ProcessGroup, ...] = ()
     wrappers: tuple[HeldWrapper, ...] = ()
-    """Tensors that wrap others, whose inner tensors are in ``tensors``."""
 
     def params(self) -> Iterator[HeldParam]:
         """Yield the parameters of units."""

@@ -216,7 +216,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 BUFFER = 4 << 20
-"""The bytes that go to the disk at a time."""
 _LARGE, _STEP = 1 << 18, 1 << 20
 """The bytes that are written without a copy, and that are written at a time."""
 _BEHIND = 8 * BUFFER

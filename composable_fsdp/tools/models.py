@@ -252,7 +252,6 @@ def _of(
 
 
 CONFIG = "config.json"
-"""The name of a configuration in a directory of a Hugging Face model."""
 
 
 class Model(NamedTuple):
@@ -260,11 +259,9 @@ class Model(NamedTuple):
 
     module: nn.Module
     source: str
-    """The text that named the model."""
     inputs: Sequence[Any] | Mapping[str, Any] | None = None
     loss: Callable[[Any], torch.Tensor] | None = None
     config: Any = None
-    """The configuration of transformers."""
 
 
 def is_sharded(module: nn.Module) -> bool:

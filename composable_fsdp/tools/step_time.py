@@ -22,7 +22,6 @@ from composable_fsdp.tools.memory import (
 from composable_fsdp.tools.step_memory import FREE, GATHER, REDUCE
 
 COMPUTE, COMMUNICATION = "compute", "communication"
-"""Kinds of a ``SimulatedOperation``."""
 
 
 class SimulatedOperation(NamedTuple):

@@ -39,7 +39,6 @@ class UnitSettings:
     prefetches_forward: bool = False
     """Whether the unit's forward prefetches another unit."""
     sync_gradients: bool = True
-    """Whether a backward reduces gradients; False under ``no_sync``."""
     is_last_backward: bool = True
     """Of the root: whether the end of backward waits for the last reduction."""
     reshard_after_backward: bool = True
@@ -153,16 +152,13 @@ class RuntimeContext(Referable):
     # Weak: no garbage collection should be needed to free a model.
     root: weakref.ref[_RootFSDPState]
     streams: Streams
-    """The side streams; a null object on CPU."""
     handles: tuple[FlatParamHandle, ...] = ()
-    """Handles of all units, in ``.modules()`` order."""
     # So that a step does not visit all units.
     lists: tuple[_FSDPState, ...] = ()
     """Units that consist of several modules."""
     precisions: tuple[_FSDPState, ...] = ()
     """Units whose buffers are cast."""
     offload: bool = False
-    """Whether any unit keeps its shards in host memory."""
     changed_flags: tuple[tuple[str, bool | None], ...] = ()
     """Parameters and settings that were changed since; part of a forward's mode."""
     forward_logs: tuple[UseOrder, ...] = ()
@@ -174,7 +170,6 @@ class RuntimeContext(Referable):
     # Replaced, and not cleared, when an iteration begins: hooks in the autograd
     # graph still refer to the order of their own forward.
     order: StepOrder = field(default_factory=StepOrder)
-    """The order of the current or the latest forward."""
     tail: tuple[Any, Any] | None = None
     """In a forward: the last call, and the node of its output, if it has one."""
     entered: _FSDPState | None = None
@@ -224,9 +219,7 @@ class Summon(NamedTuple):
     """A running block of ``unshard_params``, or another reason to refuse a step."""
 
     state: _FSDPState
-    """The unit on which ``unshard_params`` was called."""
     rank0_only: bool
-    """Whether the block shows full parameters on rank 0 only."""
     why: str = (
         "inside {}, where the parameters are yours to change. Call "
         "it after the block: forward and backward gather by themselves, and "
@@ -256,7 +249,6 @@ class Reduction:
     works: list[Waitable]
     """The collectives to wait for; empty on CUDA, which waits for events."""
     arrived: tuple[bytes, ...]
-    """Per trainable region, the flags of ``ReduceBuffer.arrived``."""
     final: bool
     """False if the sums wait in ``ReduceBuffer.partial`` for an all-reduce."""
 
@@ -344,7 +336,6 @@ class _FSDPState(Referable):
     fqn: str = ""
     """FQN of the unit's module; from the root after lazy initialization."""
     modules: tuple[nn.Module, ...] = ()
-    """A single module, or the list given to ``fully_shard``."""
     _is_root: bool | None = None
     # Weak: a unit must not keep the modules above alive.
     _parent: weakref.ref[_FSDPState] | None = None

@@ -101,7 +101,6 @@ class OrderLog:
         self.expected: Sequence[object] = NOTHING
         """What the record has for this round, then ``None``."""
         self.position = 0
-        """Index of the next use in ``expected``."""
         self.is_open = False  # whether a round is in progress
         self._uses: list[object] = []  # of this round, up to its last departure
         self._behind = 0  # index in ``expected`` of the use behind those

@@ -363,7 +363,6 @@ class UnitFacts(NamedTuple):
     """Kind, number in the unit, the names that the fact is about, and its value."""
     options: tuple[tuple[str, str], ...]
     above: str
-    """Stands before the names of parameters."""
 
 
 def _facts_of(units: Units, *, parts: bool) -> tuple[UnitFacts, ...]:

@@ -32,7 +32,6 @@ from composable_fsdp.tree.state import (
 )
 
 Units: TypeAlias = Sequence[tuple[str, _FSDPState]]
-"""Units with their names from the outermost unit."""
 _Key: TypeAlias = tuple[int, str, int]
 """The index of a parameter, and what tells which ranks are compared."""
 

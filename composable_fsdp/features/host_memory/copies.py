@@ -120,7 +120,6 @@ class _Block:
         self.here: dict[int, tuple[Tensor, int | None]] = {}
         """What is on the device now, with its version, None of a copy."""
         self.before: weakref.ref[_Block] | None = None
-        """The block whose backward comes next."""
         self.done: StreamEvent = NO_EVENTS.gather
         """The end of the last copy; compute waits for it before it frees the memory."""
 
@@ -251,7 +250,6 @@ class _Region:
     """The states of the parameters of a region."""
 
     members: dict[int, list[Tensor]] = field(default_factory=dict)
-    """The parameters, by the number of their group."""
     host: Tensor = _NOTHING
     """Bytes of all states, one after another."""
     kept: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)

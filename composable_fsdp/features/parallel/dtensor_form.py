@@ -25,7 +25,6 @@ class DTensorForm(ParamForm):
     mesh: Any
     placements: tuple[Any, ...]
     shape: torch.Size
-    """Shape of the global parameter."""
     stride: tuple[int, ...]
     local_shape: torch.Size
     offset: tuple[int, ...]

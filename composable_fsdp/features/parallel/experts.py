@@ -16,7 +16,6 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import join_name, listed, quoted
 
 Units = Sequence[tuple[str, FlatParamHandle]]
-"""Units with their names from the outermost unit."""
 
 
 def count_expert_ranks(top: FlatParamHandle, units: Units) -> None:

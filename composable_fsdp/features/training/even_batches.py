@@ -104,7 +104,6 @@ class _Source(Generic[T]):
     """The loader of this rank, and what it tells the others of its next batch."""
 
     batch: T
-    """The last batch that the loader gave."""
 
     def __init__(self, loader: Iterable[T], team: Team) -> None:
         self.has_batch = True
