@@ -381,6 +381,23 @@ a weight in channels_last, in a slot
 a nap before a step, after a backward and around a load
     linear + linear | nap gradients; save; forward 0; backward; nap gradients; load;
         step; nap none; train 0; step | optimizer=adamw door={composable/wrapper}
+memory that a program keeps, exchanges, flattens and puts back
+    linear + mul + tiny | train 0; memory keep; memory new; train 1; memory restore;
+        train 2; memory drop; train 1 | door={composable/wrapper}
+        strategy={FULL_SHARD/HALF/WHOLE}
+    linear + mul + mul | train 0; memory flatten; train 1; memory write; summon 0 True;
+        train 2; memory exchange; train 0; memory exchange; forward 0 inference |
+        strategy={HALF/WHOLE/FULL_SHARD}
+    linear + mul | train 0; memory flatten; save; load; memory drop; forward 0
+        inference; train 1; save; memory keep; load True; memory write; train 2 |
+        strategy={HALF/WHOLE/FULL_SHARD}
+    linear + mul | train 0; memory keep; memory swap; memory write; train 1; memory
+        empty; cast float32 True; train 2 | strategy={HALF/WHOLE/FULL_SHARD}
+    linear + mul | forward 0; backward; memory new; forward 1; backward; forward 2
+        {inference/on_meta}; step; train 0 | door={wrapper/composable}
+    mul: mul + mul | train 0; memory keep; memory new; train 0; memory write; memory
+        exchange; train 1; memory restore; memory flatten; train 2 | width=70001
+        door={wrapper/composable}
 optimizers and full parameters
     linear + linear | inside_summon {make/step}
 """
@@ -404,7 +421,7 @@ ON_THREE = {
     "changes where a rank holds nothing, and what ranks send",
 }
 """On two ranks some were right: a parameter has to cover the whole part of one."""
-EVERY_DAY = {
+EVERY_DAY = {"memory that a program keeps, exchanges, flattens and puts back"} | {
     f"an interrupt in any layer, in {where}" for where in ("forward", "backward")
 }
 """Of which all programs run each day."""

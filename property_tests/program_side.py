@@ -128,6 +128,7 @@ class Side:
         self.slots: list[Slot] = []
         self.kept: dict[str, Tensor] = {}
         self.saved: dict[str, Tensor] = {}
+        self.memory: list[tuple[str, Tensor]] = []
         self.taken: Taken | None = None
         self.pending: Future[None] | None = None
         scaler = ShardedGradScaler if self.sharded else torch.amp.GradScaler
