@@ -322,6 +322,7 @@ a result in a function
 a result that nobody sees
     linear + {mul/div/pow/prelu/rms/linear} form=set_thing | train 0
     linear + {mul/div/pow/prelu/rms/linear} form=thunk | train 0 | prefetch=None
+    linear + custom form={set_thing/thunk} | train 0
 a cast where a rank holds nothing
     linear + {tiny/scalar/zero} | train 0; cast {bfloat16 False/float32 True}; STEPS
 a parameter that is frozen after a cast
@@ -376,6 +377,12 @@ a unit that writes its weights, with a module inside a transform
         save | pairs
 a wire format inside a transform, and parameters that leave their region
     linear call={jvp/vjp/vmap} + linear | forward 0; backward; freeze 1; STEPS | wire
+units in another order than the plan's, in slots
+    linear + linear + linear call=skip | train 0; train 1; alone 3 0; alone 1 0;
+        alone 2 1; train 2; train 0 | strategy={HALF/FULL_SHARD} arena={shared/apart}
+gradients to which a backward adds nothing
+    linear (linear unit= call=skip) | forward 0; backward; forward 1; backward; forward
+        2; backward; forward 3; backward; step | offload
 a weight in channels_last, in a slot
     linear + images | | arena={shared/apart}
 a nap before a step, after a backward and around a load

@@ -198,17 +198,13 @@ def norm_of(
     found: dict[Route, list[Tensor]] = {
         (): [each for each in map(of, others) if each is not None]
     }
-    # The parameters decide the dtype: a rank without elements has no gradient.
-    dtypes = {p.dtype for p in others}
     for handle in handles:
-        dtypes.update(region.shard.dtype for region in handle.layout.regions)
         for route, tensors in _tensors_of(call, handle, chosen):
             found.setdefault(route, []).extend(tensors)
-    is_double = not dtypes.isdisjoint((torch.float64, torch.complex128))
-    dtype = torch.float64 if is_double else torch.float32
+    dtype = _dtype_of(handles, others)
     # The compute device, also if the gradients are in host memory.
     devices = [*(h.layout.device for h in handles[-1:]), *(p.device for p in others)]
-    device = devices[0] if devices else torch.device("cpu")
+    device = next(iter(devices), torch.device("cpu"))
     routes = tuple(route for route in found if route)
     # Units over the same groups, of most models, need no look at their ranks.
     if len(routes) > 1 or len({handle.groups.names for handle in handles}) > 1:
@@ -243,6 +239,14 @@ def norm_of(
     total = stacked.amax() if infinite else stacked.sum() ** (1.0 / norm_type)
     every = list(chain(*found.values()))
     return Norm(total.to(dtype), every, handles, chosen, routes, parts[1:])
+
+
+def _dtype_of(handles: list[FlatParamHandle], others: list[Tensor]) -> torch.dtype:
+    """Return the dtype of a norm, by the parameters: a rank may have no gradient."""
+    regions = chain.from_iterable(handle.layout.regions for handle in handles)
+    dtypes = {each.dtype for each in others} | {each.shard.dtype for each in regions}
+    is_double = not dtypes.isdisjoint((torch.float64, torch.complex128))
+    return torch.float64 if is_double else torch.float32
 
 
 def _number(call: str, name: str, given: Any) -> float:

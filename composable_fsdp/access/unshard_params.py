@@ -178,14 +178,13 @@ def _unshard_states(
     decide = {"writeback": writeback, "rank0_only": rank0_only}
     decide |= {"with_grads": with_grads, "check_same": check_same}
     details = tuple(f"{name}=True" for name, is_set in decide.items() if is_set)
-    title = states[0].title if states else ""
+    title = "".join(state.title for state in states[:1])
     call = Call(what.partition("(")[0], title, details, _ENTER_EVERYWHERE)
     # A block in a training loop repeats, and an expected call visits no store.
     meet_over(states, call, replicas=writeback, always=False)
     for state in states:
         compare_models(state, replicas=writeback, written=writeback)
     routes = {_route(state): state.handle.layout.device for state in states}
-    failed: dict[Route, int | None] = {}
     with ExitStack() as stack:
         shown: list[_ShownUnit] = []
         for state in states:
@@ -211,14 +210,26 @@ def _unshard_states(
                     send_failure(groups, device)
             raise
         if writeback:
-            failed = {route: failed_rank(route, at) for route, at in routes.items()}
-            agreed = [unit for unit in shown if failed[_route(unit.state)] is None]
-            for unit in agreed if check_same else ():
-                unit.require_same_values()
-            for unit in reversed(agreed):
-                unit.write()
-                if with_grads:
-                    unit.write_gradients()
+            _write(shown, routes, what, with_grads=with_grads, check_same=check_same)
+
+
+def _write(
+    shown: list[_ShownUnit],
+    routes: dict[Route, torch.device],
+    what: str,
+    *,
+    with_grads: bool,
+    check_same: bool,
+) -> None:
+    """Write full values back into the shards of units of which no rank has raised."""
+    failed = {route: failed_rank(route, device) for route, device in routes.items()}
+    agreed = [unit for unit in shown if failed[_route(unit.state)] is None]
+    for unit in agreed if check_same else ():
+        unit.require_same_values()
+    for unit in reversed(agreed):
+        unit.write()
+        if with_grads:
+            unit.write_gradients()
     rank = next((each for each in failed.values() if each is not None), None)
     if rank is not None:
         raise DesyncError(

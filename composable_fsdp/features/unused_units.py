@@ -235,19 +235,19 @@ def call_where(module: nn.Module, used: bool, *args: Any, **kwargs: Any) -> Any:
     if isinstance(context.order, _Call) and state in context.order.states:
         return module(*args, **kwargs) if used else zero
     call, taped = _Call(context, state), torch.is_grad_enabled()
-    given = _pytree.tree_leaves((args, kwargs)) if used and taped else ()
-    needs = any(isinstance(each, Tensor) and each.requires_grad for each in given)
-    byte = bool(used) + 2 * needs
-    for group in call.groups(taped=taped):
-        found = collectives.all_gather_numbers(
-            "all_gather_byte", [byte], group, "call_where", torch.uint8
-        )
-        byte = reduce(or_, found)
+    needs = taped and used and _need_gradients(args, kwargs)
+    byte = call.agreed(bool(used) + 2 * needs, taped=taped)
     if not byte:
         return zero
     taped = taped and (byte > 1 or any(s.handle.layout.trainable for s in call.states))
     run = partial(module, *args, **kwargs) if used else zero.clone
     return call.run(run, taped=taped, recomputing=recomputing)
+
+
+def _need_gradients(*values: Any) -> bool:
+    """Return whether a tensor in ``values`` requires a gradient."""
+    given = _pytree.tree_leaves(values)
+    return any(isinstance(each, Tensor) and each.requires_grad for each in given)
 
 
 class _Call(GradientOrder):
@@ -275,6 +275,15 @@ class _Call(GradientOrder):
         of = [s.handle.groups for s in self.states if s.handle.groups.has_peers]
         each = [(g.shard, g.replicate if taped else None) for g in of]
         return dict.fromkeys(filter(None, chain.from_iterable(each)))
+
+    def agreed(self, byte: int, *, taped: bool) -> int:
+        """Return the bits that any rank has set."""
+        for group in self.groups(taped=taped):
+            found = collectives.all_gather_numbers(
+                "all_gather_byte", [byte], group, "call_where", torch.uint8
+            )
+            byte = reduce(or_, found)
+        return byte
 
     def refused(self, why: str) -> PhaseError:
         """Tell the other ranks, and return the error."""

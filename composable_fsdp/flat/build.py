@@ -166,8 +166,9 @@ def _build_region(
         views, _ = shard_views(cuts, shard)
         for leaf, view, (start, stop, _) in zip(leaves, views, cuts.parts, strict=True):
             if stop > start and not view.is_meta:
-                own = leaf.data.reshape(-1)
-                view.view(-1).copy_(own if sharded else own[start:stop])
+                own = slice(None) if sharded else slice(start, stop)
+                # A name for the old values would keep the last ones' memory.
+                view.view(-1).copy_(leaf.data.reshape(-1)[own])
             if not sharded:
                 # Setting ``.data`` keeps a ``.grad`` of the old shape, which no
                 # optimizer accepts.

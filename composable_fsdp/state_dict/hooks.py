@@ -184,22 +184,25 @@ def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) 
     if saving.first_only and not state.handle.groups.is_first:
         for key in below:
             del state_dict[key]
-    elif saving.settings.state_dict_config.offload_to_cpu:
-        for key in below:
-            if isinstance(state_dict[key], Tensor):
-                state_dict[key] = state_dict[key].cpu()
-    if isinstance(saving.settings.state_dict_config, Live):
         return
-    shown = {_storage(value) for value in saving.parameters.values()}
-    given = {key: state_dict[key] for key in below if key in state_dict}
-    watch_values(state, {k: v for k, v in given.items() if _storage(v) in shown})
+    config = saving.settings.state_dict_config
+    given = {k: state_dict[k] for k in below if isinstance(state_dict[k], Tensor)}
+    if config.offload_to_cpu:
+        given = {key: value.cpu() for key, value in given.items()}
+        state_dict.update(given)
+    if not isinstance(config, Live):
+        shown = set(map(_storage, saving.parameters.values()))
+        watch_values(state, {k: v for k, v in given.items() if _storage(v) in shown})
 
 
 def _storage(value: Any) -> int | None:
     """Return the identity of the memory of a plain tensor or of a sharded value."""
     found = local_of(value)
-    is_plain = type(found) in (Tensor, nn.Parameter)
-    return found.untyped_storage()._cdata if is_plain else None
+    # Sparse buffers have no storage.
+    if type(found) not in (Tensor, nn.Parameter) or found.layout is not torch.strided:
+        return None
+    number: int = found.untyped_storage()._cdata
+    return number
 
 
 def _require_one_type(module: nn.Module, kind: StateDictType) -> None:

@@ -91,21 +91,6 @@ def test_an_optimizer_made_before_sharding_trains(world: World) -> None:
     assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
 
 
-@pytest.mark.req("B-02")
-@on_ranks(2)
-def test_modules_of_a_list_may_use_the_same_names(world: World) -> None:
-    """The last norm and the head are one unit although both have a ``weight``."""
-    model = TinyGPT()
-    plain = copy.deepcopy(model)
-    fully_shard([model.norm, model.head])
-    apply_units(model, gpt_units(model))
-
-    expected = train_reference(plain, world.world_size, gpt_input, sgd)
-    losses = train(model, world.rank, gpt_input, sgd)
-
-    assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
-
-
 @pytest.mark.req("B-06")
 @on_ranks(1, 2)
 def test_a_child_may_run_before_its_parent(world: World) -> None:

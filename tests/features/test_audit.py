@@ -354,6 +354,12 @@ every: dict[str, Callable[..., optim.Optimizer]] = {
 }
 
 
+def averaged(model: nn.Module) -> None:
+    loss_of(model)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]  # untyped in torch
+    train(model, between=average.update_parameters)
+
+
 @torch.no_grad()
 def as_reference(model: nn.Module) -> None:
     """Forwards of a copy that is frozen in part, and of one that is frozen."""
@@ -385,6 +391,7 @@ QUIET: dict[str, Program] = {
     "works_on_shards": by_rule(trust_ratio, ForShards),
     "works_on_shards, after a step before any forward": stepped_before,
     "a reference that is frozen": as_reference,
+    "an average of the weights": averaged,
 }
 
 
@@ -710,7 +717,7 @@ def test_an_error_of_the_audit_ends_no_program(world: World) -> None:
         (audits._Call, "after"),
         (audits, "_users_frame"),
         (audits, "accumulators_of"),
-        (audits, "param_path"),
+        (audits, "param_ref"),
     ):
         model = build("composable")
         with mock.patch.object(where, name, broken), warnings.catch_warnings():

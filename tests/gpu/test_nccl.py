@@ -13,10 +13,8 @@ import torch
 from composable_fsdp import ShardingStrategy
 from composable_fsdp.comm.collectives import record
 from tests.gpu.counts import NEEDS_NCCL
-from tests.runtime.orders import SUB1_SUB2, check_on_ranks
 from tests.runtime.parity import trains_as
 from tests.support.models import TinyGPT
-from tests.support.recipes import ModelRecipe, ModuleRecipe
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -28,29 +26,6 @@ from tests.support.reference import (
 from tests.support.world import RankPool, World
 
 pytestmark = NEEDS_NCCL
-
-LEAF = ModuleRecipe("mlp", "leaf", dtype="bfloat16", frozen=1)
-RECIPES = [
-    SUB1_SUB2,
-    ModelRecipe(
-        ModuleRecipe(
-            "linear",
-            children=(
-                ModuleRecipe("plain", "module", (LEAF, ModuleRecipe("scalar", "s"))),
-                ModuleRecipe("list", "many", (ModuleRecipe(), ModuleRecipe("tiny"))),
-                ModuleRecipe("linear", "my_fsdp_wrapped_module", dtype="float64"),
-                ModuleRecipe("zero", "none", (LEAF,)),
-            ),
-        ),
-        width=5,
-        sharded=("module", "module.leaf", "many.0", "many.1", "none.leaf"),
-    ),
-]
-
-
-def test_handle_order_is_that_of_modules(every_pool: RankPool) -> None:
-    """Both paths, three styles, every rank; also after forward and backward."""
-    every_pool.run(check_on_ranks, RECIPES)
 
 
 def train_on_gpu(world: World, path: str, strategy: ShardingStrategy) -> int:

@@ -13,72 +13,29 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from composable_fsdp import (
-    ShardingStrategy,
     convert,
     describe,
     fully_shard,
     get_full_param,
     load,
-    optim_state_dict,
     save,
 )
 from composable_fsdp.storage import export_safetensors, open_source
-from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.tools.checkpoint_commands import compare
 from tests.parallel.models import (
     Model,
     Recipe,
-    batch,
-    data_rank,
-    loss_of,
     mesh_of,
     sharded,
     whole,
 )
-from tests.parallel.test_state import require_same, trained
+from tests.parallel.test_state import trained
 from tests.support.memory import LiveBytes
 from tests.support.on_ranks import on_ranks
-from tests.support.reference import backward
 from tests.support.sharded import message_of
 from tests.support.world import World
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
-
-
-def fresh(world: World, recipe: Recipe, dp: int) -> Trained:
-    """Zeros on another mesh, tensor-parallel (dp > 0), sharded (0) or plain (-1)."""
-    model = recipe.plain()
-    if dp > 0:
-        mesh = mesh_of(world, dp)
-        model = sharded(recipe.parallel(mesh), mesh)
-    elif dp == 0:
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def values_of(recipe: Recipe, found: Trained, dp: int) -> tuple[Any, Any]:
-    """Whole parameters and optimizer state by name, on every rank."""
-    model, optim = found
-    if dp < 0:
-        named = dict(model.named_parameters())
-        weights = {name: value.detach() for name, value in named.items()}
-        return weights, {name: optim.state[value] for name, value in named.items()}
-    names = [name for name, _ in recipe.plain().named_parameters()]
-    weights = {name: get_full_param(model, name) for name in names}
-    return weights, optim_state_dict(model, optim)["state"]
-
-
-def require_equal(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
-    """Bit by bit."""
-    assert found[0].keys() == expected[0].keys()
-    for name, value in expected[0].items():
-        assert torch.equal(found[0][name], value), name
-    require_same(found[1], expected[1])
 
 
 class WithLoose(nn.Module):
@@ -219,29 +176,3 @@ def test_no_rank_holds_a_whole_matrix(world: World, tmp_path: Path) -> None:
     expected = get_full_param(first, "weight")
     for model in (second, other):
         assert torch.equal(get_full_param(model, "weight"), expected)
-
-
-@on_ranks(4)
-def test_replicas_of_hybrid_sharding_write_each_element_once(
-    world: World, tmp_path: Path
-) -> None:
-    """A mesh (replicate, shard, tp); the same values on another mesh."""
-    recipe = Recipe(hidden=9, tied=True)
-    mesh = mesh_of(world, 1, replicas=2)
-    model = sharded(recipe.parallel(mesh), mesh, strategy=ShardingStrategy.HYBRID_SHARD)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    backward(loss_of(model, batch(0, data_rank(mesh))))
-    optim.step()
-    expected = values_of(recipe, (model, optim), 1)
-
-    save(tmp_path / "new", model, optim)
-
-    with NativeSource(tmp_path / "new") as source:
-        manifest = source.manifest
-        loose = sum(each.numel * each.dtype.itemsize for each in manifest.loose)
-        stored = sum(file.payload_nbytes for file in manifest.files) - loose
-    assert stored == 3 * 4 * sum(value.numel() for value in expected[0].values())
-    found = fresh(world, recipe, 4)
-    load(tmp_path / "new", *found)
-    require_equal(values_of(recipe, found, 4), expected)
-    load(tmp_path / "new", model, optim)

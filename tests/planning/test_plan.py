@@ -9,39 +9,11 @@ from torch import nn
 
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.planning.assign import PlanRequest
-from composable_fsdp.planning.layout import ParameterSpec, RegionLayout, row_block
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.partition import interval_boxes, plan_regions
+from composable_fsdp.planning.partition import interval_boxes
 from composable_fsdp.planning.planner import plan_targets
-from composable_fsdp.tools.memory import Memory
 from composable_fsdp.tools.plan import plan
 from tests.planning.trees import linears, names_of, snapshot, units
-
-MATRIX = 16 * 4
-"""Bytes of the one weight of each layer of ``linears``."""
-
-
-def test_the_peak_is_a_sum_that_can_be_worked_out_by_hand() -> None:
-    """Four matrices, one of them the root's; most is alive in unit 1's backward.
-
-    Full are the root and unit 1, and unit 1's gradient is there. Unit 2 is being
-    reduced, and unit 3 is reduced, each into half a matrix. On CUDA it is the same.
-    """
-    result = plan(linears(4), world_size=2, policy=units({"1": {}, "2": {}, "3": {}}))
-    kept = 4 * MATRIX // 2
-
-    cpu, cuda = result.peak(device_type="cpu"), result.peak(optimizer_states=2)
-
-    assert cpu == Memory(
-        parameters=kept,
-        gradients=2 * MATRIX // 2,
-        full=2 * MATRIX,
-        reduce=MATRIX,
-        in_flight=MATRIX,
-        when="backward of 1",
-    )
-    assert cuda == cpu._replace(optimizer=2 * kept)
-    assert 2 * cuda.total == 6 * kept + 10 * MATRIX
 
 
 def test_the_report_names_every_unit_and_the_totals() -> None:
@@ -117,30 +89,6 @@ def test_earlier_units_and_replicated_subtrees_are_left_out() -> None:
     (unit,) = [target.plan for target in targets]
     assert [s.fqn for r in unit.regions for s in r.parameters] == ["2.weight"]
     assert targets[0].units_below == (earlier,)
-
-
-def owned(region: RegionLayout, rank: int) -> dict[str, tuple[int, int]]:
-    """What a rank holds, by name."""
-    spans = {slot.fqn: region.interval(slot, rank) for slot in region.parameters}
-    return {name: span for name, span in spans.items() if span[0] < span[1]}
-
-
-def test_the_drawing_in_the_module_is_what_is_planned() -> None:
-    """Four ranks hold rows 0-1, rows 2-3, row 4 with half the bias, and the rest."""
-    specs = [
-        ParameterSpec((name,), shape, torch.float32, True, row_block(shape))
-        for name, shape in (("weight", (5, 4)), ("bias", (8,)))
-    ]
-    (region,) = plan_regions(tuple(specs), 4)
-
-    assert (region.numel, region.padded_numel, region.shard_numel) == (28, 32, 8)
-    assert [owned(region, rank) for rank in range(4)] == [
-        {"weight": (0, 8)},
-        {"weight": (8, 16)},
-        {"weight": (16, 20), "bias": (0, 4)},
-        {"bias": (4, 8)},
-    ]
-    assert [region.cuts.sizes[i] for i in region.cuts.gaps] == [4]
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (4, 3), (0, 21)])

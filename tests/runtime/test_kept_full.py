@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
-    ShardingStrategy,
     fully_shard,
     get_full_grad,
-    no_sync,
     unshard,
 )
 from composable_fsdp.access import set_reshard_after_backward
@@ -29,23 +26,6 @@ from tests.support.world import World
 
 def versions(leaves: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple(leaf._version for leaf in leaves)
-
-
-@on_ranks(2)
-def test_an_evaluation_before_the_step_sees_values_that_no_version_shows(
-    world: World,
-) -> None:
-    """Averaged weights are often swapped in through ``.data``."""
-    torch.manual_seed(0)
-    plain = nn.Linear(4, 3)
-    model = fully_shard(copy.deepcopy(plain), strategy=ShardingStrategy.ZERO1)
-    with no_sync(model):  # a reduction counts as a step
-        backward(model(torch.ones(2, 4)).sum())
-    for parameter in (*model.parameters(), *plain.parameters()):
-        parameter.data.mul_(2)
-
-    with torch.no_grad():
-        assert torch.equal(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
 
 
 @on_ranks(2)

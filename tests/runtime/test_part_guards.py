@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_fsdp import (
     ShardingStrategy,
-    fully_shard,
     register_forward_method,
     replicate,
 )
@@ -161,16 +159,12 @@ def uncut(how: str) -> Any:
     if how in PATHS:
         applied = apply_units(model, units, path=how, strategy=strategy)
         return getattr(applied, "module", applied)
-    if how == "replicas of one rank":
-        alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-        for name in units:
-            fully_shard(model.get_submodule(name), process_group=alone)
     replicate(model)
     return model
 
 
 @pytest.mark.req("P-12")
-@pytest.mark.parametrize("how", [*PATHS, "replicate", "replicas of one rank"])
+@pytest.mark.parametrize("how", [*PATHS, "replicate"])
 @on_ranks(2)
 def test_parts_of_units_that_are_not_cut_would_train_on_one_rank(
     world: World, how: str

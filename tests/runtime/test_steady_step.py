@@ -61,10 +61,12 @@ with fake_world(4):
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.randn(2, 8)
     for _ in range(4):
         model(batch).sum().backward()
-        model.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     sys.setprofile(note)
     model(batch).sum().backward()
     sys.setprofile(None)

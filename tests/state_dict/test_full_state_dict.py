@@ -93,6 +93,21 @@ def test_a_fresh_model_saves_what_the_plain_one_saves(
     assert tied["tokens.weight"].data_ptr() == tied["head.weight"].data_ptr()
 
 
+@pytest.mark.req("D-01")
+@both_paths
+@on_ranks(2)
+def test_a_sparse_buffer_is_saved_and_loaded(world: World, path: str) -> None:
+    """A graph's adjacency matrix has no storage that could be compared."""
+    model = tiny_mlp()
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    sharded = apply_units(model, ["0"], path=path)
+    saved = sharded.state_dict()
+    assert saved["graph"].is_sparse
+    saved["graph"] = (2 * torch.eye(3)).to_sparse()
+    sharded.load_state_dict(saved)
+    assert sharded.state_dict()["graph"].to_dense().diag().tolist() == [2, 2, 2]
+
+
 @pytest.mark.req("S1-31", "S1-34", "S3-05", "D-01")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 @on_ranks(3)

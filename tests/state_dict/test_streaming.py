@@ -78,31 +78,21 @@ def measured(
 
 
 TAKE = {"model": (of_model, 1), "optimizer": (of_optimizer, 2)}
-of_both = pytest.mark.parametrize("what", TAKE)
 
 
 @pytest.mark.req("U-04")
-@of_both
+@pytest.mark.parametrize("what", TAKE)
 @both_paths
-def test_the_first_rank_holds_the_result_and_one_unit(path: str, what: str) -> None:
-    """A result of all units at once in device memory would be seen as twice as much."""
+def test_a_state_is_put_together_unit_by_unit(path: str, what: str) -> None:
+    """The first rank holds the result and one unit: all units at once in device memory
+    would be twice as much. Others, which have nothing to return, hold a shard more."""
     take, copies = TAKE[what]
 
-    above, given = measured(0, path, take)
+    first, given = measured(0, path, take)
+    other, nothing = measured(1, path, take)
 
-    assert above >= copies * UNITS * UNIT_BYTES
-    assert above <= (copies * UNITS + 2) * UNIT_BYTES + SLACK * UNITS
+    assert first >= copies * UNITS * UNIT_BYTES
+    assert first <= (copies * UNITS + 2) * UNIT_BYTES + SLACK * UNITS
     assert len(given) > 0
-
-
-@pytest.mark.req("U-04")
-@of_both
-@both_paths
-def test_the_other_ranks_hold_one_shard_besides_their_own(path: str, what: str) -> None:
-    """They have nothing to return, and stage a unit at a time."""
-    take, _ = TAKE[what]
-
-    above, given = measured(1, path, take)
-
-    assert above <= UNIT_BYTES + SLACK * UNITS
-    assert given == {}
+    assert other <= UNIT_BYTES + SLACK * UNITS
+    assert nothing == {}

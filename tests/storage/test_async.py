@@ -12,14 +12,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composable_fsdp import CustomPolicy, async_save, load, plan, save
 from composable_fsdp.comm.meshes import private_group
 from composable_fsdp.naming import size_text
 from composable_fsdp.storage import (
     free_save_memory,
-    open_source,
     remove_stale,
     writer,
 )
@@ -236,47 +235,6 @@ def test_the_memory_is_one_copy_and_the_plan_tells_it(
     report = report_of(expected, source="", units_from="")
     lines = text_of(report).splitlines()
     assert f"async_save holds {size_text(told)} of host memory per rank." in lines
-
-
-class Odd(nn.Module):
-    """Tensors whose memory is not what they represent, and of every size of element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turned = nn.Parameter(torch.arange(6.0).view(2, 3).t())
-        self.short = nn.Parameter(torch.arange(5.0).bfloat16())
-        wave = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
-        self.register_buffer("conjugate", wave.conj())
-        self.register_buffer("negated", wave.conj().imag)
-        self.register_buffer("few", torch.arange(100.0)[::7])
-        self.register_buffer("flags", torch.tensor([True, False, True]))
-        self.register_buffer("count", torch.tensor(3))
-        self.register_buffer("small", torch.tensor([1.5, -2.0]).to(torch.float8_e5m2))
-        self.register_buffer("none", torch.empty(0, 4))
-
-
-@pytest.mark.req("K-06")
-def test_tensors_are_copied_by_value_whatever_their_memory_is(tmp_path: Path) -> None:
-    """Lazy conjugates, strides, empty tensors and one-byte elements come back."""
-    model = Odd()
-    expected = {k: v.clone() for k, v in model.state_dict().items()}
-
-    future = async_save(tmp_path / "run", model)
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.zero_()
-    future.result()
-
-    with open_source(tmp_path / "run") as source:
-        for name, value in expected.items():
-            found = source.read_model(name, 0, value.numel()).view(value.shape)
-            assert torch.equal(bits(found), bits(value)), name
-
-
-def bits(value: Tensor) -> Tensor:
-    """The bytes of the values."""
-    plain = value.resolve_conj().resolve_neg().contiguous().flatten()
-    return plain.view(torch.uint8)
 
 
 @pytest.mark.req("K-06")

@@ -57,30 +57,6 @@ def test_a_checkpoint_is_the_same_after_going_through_two_formats(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first.pt", "second", "third"]
 
 
-def zeros_like(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return torch.zeros_like(value)
-    if isinstance(value, dict):
-        return {key: zeros_like(each) for key, each in value.items()}
-    return value
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torchs_own_loader_reads_what_was_converted_to_dcp(tmp_path: Path) -> None:
-    """``dcp.load`` fills a nested dictionary with the keys that users have."""
-    convert(saved(tmp_path / "first.pt"), tmp_path / "dcp", "dcp")
-    expected = sample()
-    target = zeros_like(expected)
-    target["extra"]["epoch"] = 0
-
-    dcp.load(  # type: ignore[attr-defined]  # torch lists it nowhere
-        target, checkpoint_id=str(tmp_path / "dcp"), no_dist=True
-    )
-
-    del expected["extra"]["nothing"], target["extra"]["nothing"]
-    assert _same(target, expected)
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
 def test_what_torch_saves_by_name_is_read(tmp_path: Path, flat: bool) -> None:
@@ -197,31 +173,6 @@ def test_a_flipped_bit_is_not_converted(tmp_path: Path) -> None:
         convert(first, tmp_path / "out", "dcp")
     with pytest.raises(CheckpointError, match=r"damaged where 'model.half.weight'"):
         convert(tmp_path / "dcp", tmp_path / "out", "torch")
-
-
-def test_a_run_goes_on_from_any_format(tmp_path: Path) -> None:
-    """``load`` takes what was converted: weights, optimizer, extra state."""
-    model, optim = trained(seed=0)
-    save(tmp_path / "native", model, optim, extra={"epoch": 3})
-    for to in ("dcp", "torch", "native"):
-        told = convert(tmp_path / "native", tmp_path / f"to-{to}", to)
-        other, other_optim = trained(seed=1)
-
-        extra = load(tmp_path / f"to-{to}", other, other_optim)
-
-        assert told == ["random states"]
-        assert extra == {"epoch": 3}
-        assert _same(dict(other.state_dict()), dict(model.state_dict()))
-        assert _same(other_optim.state_dict(), optim.state_dict())
-
-
-def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    optim = torch.optim.AdamW(model.parameters())
-    model(torch.randn(5, 3)).sum().backward()
-    optim.step()
-    return model, optim
 
 
 def cube() -> Tensor:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -203,57 +201,3 @@ def test_the_states_that_are_demanded_are_those_that_torch_makes(name: str) -> N
     optimizer.step()
 
     assert set(optimizer.state[parameter]) == set(STATES[name])
-
-
-NAMELESS = ("open", "write", "fsync", "close", "preadv", "pread", "mkdir", "rename")
-
-
-@contextmanager
-def failing(number: int) -> Iterator[list[int]]:
-    """System call ``number`` fails and names no file, as calls on descriptors do."""
-    count = [0]
-    with ExitStack() as stack:
-        for name in NAMELESS:
-            broken = _failing(name, number, count)
-            stack.enter_context(mock.patch.object(os, name, broken))
-        yield count
-
-
-def _failing(name: str, number: int, count: list[int]) -> Callable[..., Any]:
-    real = getattr(os, name)
-
-    def called(*args: Any, **options: Any) -> Any:
-        count[0] += 1
-        if count[0] != number:
-            return real(*args, **options)
-        if name == "close":
-            real(*args)
-        raise OSError(5, "Input/output error")
-
-    return called
-
-
-@pytest.mark.req("X-23")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("act", ["save", "load"])
-def test_the_error_of_each_system_call_names_a_file(act: str, tmp_path: Path) -> None:
-    """Whichever call of a save or load fails."""
-    model = nn.Linear(3, 2)
-    save(tmp_path / "step-1", model)
-
-    def call(path: Path) -> Any:
-        return save(path, model) if act == "save" else load(tmp_path, model)
-
-    failed = 0
-    for number in range(1, 200):
-        target = tmp_path / f"try-{number}" / "x"
-        with failing(number) as count:
-            text = message_of(partial(call, target))
-        if text != "nothing was raised":
-            assert text.startswith("CheckpointError: ")
-            assert str(tmp_path) in text
-            failed += 1
-        if count[0] < number:
-            break
-    assert failed >= (10 if act == "save" else 3)
-    assert verify(tmp_path / "step-1")

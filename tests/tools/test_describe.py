@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from composable_fsdp import (
-    FullyShardedDataParallel,
     convert,
     describe,
     fully_shard,
@@ -20,7 +19,6 @@ from composable_fsdp import (
 from composable_fsdp.tools.command_line import main
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
-from tests.support.reference import PATHS
 from tests.support.world import World, fake_world
 
 
@@ -56,43 +54,6 @@ def test_the_text_names_the_rows_of_each_rank() -> None:
     """Padding, frozen parameters, lists of modules and buffers included."""
     with fake_world(4):
         assert str(describe(small())) == TEXT
-
-
-@pytest.mark.req("N-11")
-@pytest.mark.parametrize("path", PATHS)
-@on_ranks(3)
-def test_each_rank_holds_what_the_description_says(world: World, path: str) -> None:
-    """Every element is on one rank, and the sizes are those of the parameters."""
-    torch.manual_seed(0)
-    model: nn.Module = TinyGPT(tied_head=True)
-    if path == "wrapper":
-        model = FullyShardedDataParallel(model)
-    else:
-        fully_shard(model)
-    found = describe(model).as_dict()
-    here: dict[str, int] = {}
-    for unit in found["units"]:
-        for region in unit["regions"]:
-            for parameter in region["parameters"]:
-                parts = parameter["shards"]
-                ends = [(part["start"], part["stop"]) for part in parts]
-                numel = torch.Size(parameter["shape"]).numel()
-                assert [stop for _, stop in ends] == [
-                    *[start for start, _ in ends[1:]],
-                    numel,
-                ]
-                for name in parameter["names"]:
-                    here[name] = sum(
-                        part["stop"] - part["start"]
-                        for part in parts
-                        if part["rank"] == world.rank
-                    )
-
-    own = {
-        name.replace("_fsdp_wrapped_module.", ""): parameter.numel()
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-    assert here == own
 
 
 @pytest.mark.req("N-11")
