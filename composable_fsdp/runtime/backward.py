@@ -210,7 +210,8 @@ def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> boo
         nodes = grad_fns_of(inside, first_number(aliases))
     if not nodes:
         return False
-    enters, early = None, ()
+    enters: Any = None
+    early: tuple[Any, ...] = ()
     if entry is not None:
         # Outputs of before the unit, or its input. Such a node may lead to the inputs,
         # and a hook there that held them would be a cycle.
