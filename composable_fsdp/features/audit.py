@@ -26,7 +26,6 @@ from torch.overrides import (
     _pop_mode,
     _push_mode,
 )
-from torch.utils._device import DeviceContext
 
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.config import Report
@@ -455,8 +454,9 @@ def _turn(*, on: bool) -> None:
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # untyped in torch
     new = [each for each in stack if each is not _MODE]
     if on and _MODE.units:
-        # A default device must stay at the bottom.
-        new.insert(bool(new) and isinstance(new[0], DeviceContext), _MODE)
+        # A default device stays at the bottom, and ``with torch.device`` at the top.
+        default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+        new.insert(bool(new) and new[0] is default, _MODE)
         dynamo: Any = sys.modules.get("torch._dynamo")
         calls = [] if dynamo is None else dynamo.callback_handler.start_callbacks
         if _before_compilation not in calls:

@@ -80,8 +80,11 @@ class UnitForward:
     aliases: tuple[Any, ...] = ()
     entry: tuple[Any, UnitForward] | None = None
     """``RuntimeContext.tail``, if an input came from there; emptied alike."""
+    # The inner of two first, as their aliases end: whether a tensor has hooks, which
+    # keep the alias, may differ between ranks, and the order of reductions must not.
     followers: tuple[UnitForward, ...] = ()
-    """Calls that took this output as it is, latest first; their backward ends here."""
+    """Calls that took the output of this one as it is: their backward is over where
+    that of this call begins."""
     aliased: bool = False
     inputs: tuple[tuple[Tensor, int], ...] = ()
     """Inputs with their versions at the start; emptied alike."""
@@ -108,16 +111,18 @@ class UnitForward:
             return tensor
         context = self.state.context
         assert context is not None
-        tail = context.tail
+        tail, streams = context.tail, context.streams
         # The output of the unit before as it is: the hook there ends this call, too. It
         # runs behind hooks of the user on the tensor, and after all its users, which
-        # may cost the memory of this unit.
+        # may cost the memory of this unit. Not of a call on a stream of its own: the
+        # stream of that hook need not be behind its last reader (``reshard``).
         if (
             tail is not None
             and tail[0] is tensor.grad_fn
             and tensor.output_nr == 0
             and self.order is context.order
             and not tensor._backward_hooks
+            and (streams.host_waits or streams.current() == streams.compute)
         ):
             self.entry = tail
             self.inputs += ((tensor, tensor._version),)
@@ -183,33 +188,39 @@ class UnitForward:
 def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> bool:
     """Register ``pre_backward`` on the outputs; return if a backward can come."""
     aliases, entry = call.aliases, call.entry
+    older = -1 if entry is None else entry[0]._sequence_nr()
     # ``forget_inputs``, inlined: a call per forward.
     call.aliases, call.inputs, call.entry = (), (), None
     if len(tensors) == 1 and tensors[0]._base is None:
         node = tensors[0].grad_fn
         nodes = [] if node is None else [node]
     else:
-        older = -1 if entry is None else entry[0]._sequence_nr()
         nodes = grad_fns_of(tensors, max(first_number(aliases), older + 1))
     if not nodes and torch._C._functorch.peek_interpreter_stack() is not None:
         inside = PASSAGES["full"].below_transforms(tensors)
         nodes = grad_fns_of(inside, first_number(aliases))
     if not nodes:
         return False
-    # Of an input that is also an output no hook runs after the unit.
-    enters = None
-    if entry is not None and entry[0] not in nodes:
-        enters = entry[0]
-        aliases = (enters, *aliases)
-        entry[1].followers = (call, *entry[1].followers)
+    enters: Any = None
+    early: tuple[Any, ...] = ()
+    if entry is not None:
+        # Outputs of before the unit, or its input. Such a node may lead to the inputs,
+        # and a hook there that held them would be a cycle.
+        early = tuple([node for node in nodes if node._sequence_nr() <= older])
+        if len(early) < len(nodes):
+            enters = entry[0]
+            aliases = (enters, *aliases)
+            entry[1].followers += (call,)
     call.aliased = bool(aliases)
     # A single alias is not counted: it runs behind all other nodes of the forward.
     counted = () if len(aliases) == 1 else _counted(aliases, nodes)
     hook = partial(pre_backward, call, counted, enters)
     for node in nodes:
-        node.register_prehook(hook)
+        bare = node in early
+        node.register_prehook(partial(pre_backward, call, (), None) if bare else hook)
     for tensor in tensors:
-        if tensor._backward_hooks or tensor._base is not None:
+        hooked = tensor._backward_hooks or tensor._base is not None
+        if hooked and tensor.grad_fn not in early:
             _put_first(hook, tensor)
     if adds:
         _add_use(call, nodes)

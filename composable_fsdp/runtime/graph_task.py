@@ -274,6 +274,8 @@ def _show_sharded(context: RuntimeContext, task: int) -> None:
     # another graph task has taken up since are therefore skipped.
     for state in context.tasks[task]:
         handle = state.handle
+        for region in handle.layout.trainable:
+            region.reduce.progress = None  # no gradient of a later task is usual
         if handle.backward.task == task and handle.is_full and not handle.calls:
             residency.use_sharded(handle)
     if context.entered is None and context.tasks.keys() <= context.dead:

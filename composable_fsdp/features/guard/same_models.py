@@ -378,7 +378,9 @@ def _facts_of(units: Units, *, parts: bool) -> tuple[UnitFacts, ...]:
         # parameters, whose forms belong to the unit.
         key = id(handle if several or parts else handle.layout.plan.regions)
         if key not in parameters:
-            parameters[key] = tuple(_parameter_facts(handle, several, parts))
+            told_of = _parameter_facts(handle, several, parts)
+            # Parts of other sizes may lie in another order in the flat buffer.
+            parameters[key] = tuple(sorted(told_of) if parts else told_of)
         settings = {
             # Numbers of ranks and not the ranks, which differ between replicas.
             "ranks per shard group": handle.groups.shard_world_size,
