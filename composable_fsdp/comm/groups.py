@@ -217,7 +217,7 @@ class Groups:
 
 @dataclass(eq=False)
 class RankLayout:
-    """The ranks that the caller of ``fully_shard`` chose, and the groups per strategy."""
+    """The ranks that the caller of ``fully_shard`` chose, and groups per strategy."""
 
     shard_ref: GroupRef
     replicate_ref: GroupRef | None
