@@ -21,8 +21,7 @@ def gather_flat_values(
 ) -> list[Tensor]:
     """Return the full ``(padded_numel,)`` of each ``(shard_numel,)`` in ``shards``.
 
-    Collective: an all-gather (all buffers coalesced), with ``first_only`` a gather
-        each.
+    Collective: an all-gather of all buffers; with ``first_only`` a gather of each.
     """
     group, size = handle.groups.shard, handle.groups.shard_world_size
     if group is None:
@@ -77,8 +76,7 @@ def gather_whole(
 ) -> list[Tensor]:
     """Return new whole values of ``refs``, with ``first_only`` only on the first rank.
 
-    Collective: as ``gather_flat_values``; an all-gather per parameter that is cut by
-        TP.
+    Collective: as ``gather_flat_values``; an all-gather per parameter that TP cuts.
     """
     # All replicas hold equal values, so a single replica gathers.
     if first_only and not handle.groups.in_first_replica:

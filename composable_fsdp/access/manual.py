@@ -148,13 +148,10 @@ def reset_iter_state(module: nn.Module) -> None:
     """Reset the tree of the root ``module`` after a forward or backward that raised.
 
     All units are resharded, and gradients that were not reduced are discarded, with
-    those of ``no_sync``. The next forward does the same without this call, but keeps
-    the gradients of ``no_sync`` if a forward raised.
+    those of ``no_sync``. Waits for the collectives that this rank has issued.
 
-    Waits for the collectives that this rank has issued.
-    Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError, if
-        ``module`` is not the outermost unit, inside a forward or backward, or inside
-        ``unshard_params``.
+    Raises: CompositionError, if ``module`` is no unit; PhaseError, unless it is a root
+        outside of forward, backward and ``unshard_params``.
     """
     state = state_of_unit(module, "reset_iter_state")
     context = _context(state, "reset_iter_state")

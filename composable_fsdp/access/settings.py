@@ -119,8 +119,8 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
 def set_force_sum_reduction(module: nn.Module, enable: bool) -> None:
     """Set whether the collectives of the unit ``module`` only sum, and never average.
 
-    Raises: CompositionError, if ``module`` is no fully sharded module; TypeError, if
-        ``enable`` is not a bool.
+    Raises: CompositionError, if ``module`` is no unit; TypeError, for another
+        ``enable``.
     """
     name = "set_force_sum_reduction_for_comms"
     for state in _units_to_set(module, name, enable, recurse=False):

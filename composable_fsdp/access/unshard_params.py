@@ -364,8 +364,7 @@ class _ShownUnit:
     def write(self) -> None:
         """Copy this rank's part of the full values into the shards.
 
-        Collective: with ``rank0_only`` per region a scatter, and a broadcast over
-            replicas.
+        Collective: with ``rank0_only`` per region a scatter, and a broadcast.
         """
         handle, groups = self.handle, self.handle.groups
         for region, full in zip_longest(handle.layout.regions, self.fulls):
@@ -402,8 +401,7 @@ class _ShownUnit:
     def show_gradients(self, *, to_cpu: bool) -> None:
         """Set ``.grad`` of the full parameters to the full gradients.
 
-        Collective: an all-reduce of a byte per parameter; if any has one, gathers per
-            region.
+        Collective: an all-reduce of a byte each; if any has one, a gather per region.
         """
         handle, regions = self.handle, self.handle.layout.regions
         refs = [*param_refs(handle)]
@@ -440,8 +438,7 @@ class _ShownUnit:
     def write_gradients(self) -> None:
         """Set the sharded gradients to this rank's part of the block's full gradients.
 
-        Collective: with ``rank0_only`` a broadcast of a byte each, and one per
-            gradient.
+        Collective: with ``rank0_only`` broadcasts of a byte each, and per gradient.
         """
         handle, device = self.handle, self.handle.layout.device
         refs = [*param_refs(handle)]

@@ -298,9 +298,7 @@ def scatter_full_optim_state_dict(
 ) -> dict[str, Any]:
     """Return a state dict to load, of a full state that only the first rank holds.
 
-    Other ranks may pass None. ``group``: the ranks that take part; default: the ranks
-    of the model.
-
+    ``group``: the ranks that take part; default: the ranks of the model.
     Collective, Raises: as ``optim_state_dict_to_load`` with ``rank0_only``.
     """
     saved, what = full_optim_state_dict, "scatter_full_optim_state_dict"

@@ -180,8 +180,7 @@ def prepare(
 ) -> Job:
     """Collect this rank's pieces and make the directory; all ranks, or none.
 
-    Collective: one all-gather of objects; a second if values that are saved once
-        differ.
+    Collective: an all-gather of objects; another if values that are saved once differ.
     """
     target, ending, own = "", "", FirstError()
     given = SaveOptions()

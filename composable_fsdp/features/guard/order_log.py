@@ -209,8 +209,7 @@ class OrderLog:
     def _compare(self, at: str, value: Any) -> None:
         """Compare a use, or a mode (at ``BEGIN``), of all ranks, which raise together.
 
-        Collective: an all-gather of 8 bytes over each group; if tags differ, of
-            objects.
+        Collective: an all-gather of 8 bytes over each group; if tags differ, of facts.
         """
         if not self._groups:
             return

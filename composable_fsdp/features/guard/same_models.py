@@ -76,12 +76,10 @@ class Scope(NamedTuple):
 
 
 def compare_models(state: _FSDPState, *, replicas: bool, written: bool = False) -> None:
-    """Do as ``tree.root.compare_models``.
+    """Do as ``tree.root.compare_models``; warn of weights, if the options say so.
 
-    Collective: an all-gather of 64 bytes over each scope, and of objects if they
-        differ.
-    Raises: DesyncError with the first difference, on all ranks alike; a warning of
-        weights.
+    Collective: an all-gather of 64 bytes over each scope; of objects, if they differ.
+    Raises: DesyncError with the first difference, on all ranks alike.
     """
     top = outermost(state)
     if top.initial.compared >= (ALL_RANKS if replicas else SHARD_RANKS):
