@@ -263,6 +263,14 @@ a write between forward and backward
         strategy={FULL_SHARD/HALF} optimizer=adamw
     linear + {linear/mul} | train 0 keep; forward 1; {step/write 5 no_grad}; backward |
         strategy={FULL_SHARD/HALF}
+a write by a call between forward and backward
+    linear + linear | save; forward 1; {load/single 1 set_param/summon 0 True True};
+        backward | strategy={FULL_SHARD/HALF/WHOLE}
+    linear + linear | save; forward 1; {load/single 1 set_param/summon 0 True True};
+        backward | {offload/low}
+a graph that runs again after a parameter was kept
+    linear + linear | unshard_unit 1 True; forward 0; backward 0 retain; {reshard_unit
+        1/forward 1}; backward 0; step; zero; train 1
 gradients that are kept
     linear + mul | train 0 keep; keep {none/odd/even/all}; forward 1; backward; swap 0
         0; forward 2; backward; step

@@ -19,26 +19,22 @@ from composable_fsdp import (
     replicate,
 )
 from composable_fsdp.errors import CompositionError
+from tests.runtime.parity import trains_as
 from tests.support.models import TinyBlock, TinyGPT, module_at, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
     adamw,
-    assert_same_training,
     backward,
     differences,
     gpt_input,
-    sgd,
-    tolerance_at,
     train,
-    train_reference,
     trained_reference,
 )
 from tests.support.sharded import message_of
-from tests.support.world import RankPool, World
+from tests.support.world import World
 
-RankCount = Callable[[int], RankPool]
 Compose = Callable[[TinyGPT, str], nn.Module]
 
 
@@ -122,8 +118,14 @@ def test_replicated_and_sharded_parts_train_as_the_plain_model(
     assert losses == [step[world.rank] for step in expected]
 
 
-def train_as_hybrid(world: World, path: str, same_start: bool) -> list[str]:
-    """Blocks sharded over pairs, the model replicated across: four ranks' average."""
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("same_start", [True, False])
+@on_ranks(4)
+def test_sharding_within_and_replicating_across_is_hybrid(
+    world: World, same_start: bool, path: str
+) -> None:
+    """Blocks over pairs, the model replicated across: units average over both groups,
+    and start from the first replica."""
     model = TinyGPT()
     plain = copy.deepcopy(model)
     shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -139,32 +141,20 @@ def train_as_hybrid(world: World, path: str, same_start: bool) -> list[str]:
         outer = nn.Sequential(FullyShardedDataParallel(model, process_group=mine))
     replicate(outer, process_group=copies[world.rank % 2])
 
-    expected = train_reference(plain, world.world_size, gpt_input, sgd)
     with record_steps() as calls:
-        losses = train(outer, world.rank, gpt_input, sgd)
-    assert_same_training(
-        outer,
-        nn.Sequential(plain),
-        losses,
-        [step[world.rank] for step in expected],
-        tolerance=tolerance_at(4),
-    )
-    return [call.op for call in calls]
+        trains_as(world, outer, nn.Sequential(plain), gpt_input)
+
+    ops = [call.op for call in calls]
+    units = 3 if path == "composable" else 1
+    assert ops.count("all_reduce") == ops.count("reduce_scatter") == 3 * units
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("same_start", [True, False])
-def test_sharding_within_and_replicating_across_is_hybrid(
-    ranks: RankCount, same_start: bool, path: str
+@pytest.mark.parametrize("init_sync", [True, False])
+@on_ranks(2)
+def test_replicas_start_from_the_values_of_the_first_rank(
+    world: World, init_sync: bool
 ) -> None:
-    """Units below average over both groups, and start from the first replica."""
-    for ops in ranks(4).run(train_as_hybrid, path, same_start):
-        units = 3 if path == "composable" else 1
-        assert ops.count("all_reduce") == ops.count("reduce_scatter") == 3 * units
-
-
-def start_apart(world: World, init_sync: bool) -> list[float]:
-    """Parameters and a buffer that differ between ranks; what replicate makes of it."""
+    """As with DDP; without ``init_sync`` nothing is sent and nothing changes."""
     model = tiny_mlp()
     model.register_buffer("seen", torch.full((1,), float(world.rank)))
     model.get_parameter("0.bias").data.fill_(world.rank)
@@ -172,14 +162,8 @@ def start_apart(world: World, init_sync: bool) -> list[float]:
         replicate(model, init_sync=init_sync)
     synced = {"all_gather_object", "broadcast"} if init_sync else set()
     assert {call.op for call in calls} == synced
-    bias, seen = model.get_parameter("0.bias"), model.get_buffer("seen")
-    return [bias[0].item(), seen.item()]
-
-
-def test_replicas_start_from_the_values_of_the_first_rank(ranks: RankCount) -> None:
-    """As with DDP; without ``init_sync`` nothing is sent and nothing changes."""
-    assert ranks(2).run(start_apart, True) == [[0.0, 0.0]] * 2
-    assert ranks(2).run(start_apart, False) == [[0.0, 0.0], [1.0, 1.0]]
+    expected = 0.0 if init_sync else world.rank
+    assert model.get_parameter("0.bias")[0] == model.get_buffer("seen") == expected
 
 
 # ---- which units are whose --------------------------------------------------

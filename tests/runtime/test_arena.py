@@ -132,38 +132,19 @@ def test_the_planned_peak_is_that_of_a_step(
 SHARED = Arena(poison=True)
 
 
-class Ordered(nn.Module):
-    """Linear layers, run in an order that may change; then other uses of them."""
-
-    def __init__(self, number: int = 6) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(number))
-        generator = torch.Generator().manual_seed(3)
-        for parameter in self.parameters():
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 3)
-        self.order = list(range(number))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index in self.order:
-            x = self.layers[index](x).relu() + x
-        return x
-
-
 @pytest.mark.req("M-07")
 @pytest.mark.parametrize("poison", [False, True])
 @on_ranks(2)
 def test_a_stale_view_reads_nan_in_a_poisoned_slot(world: World, poison: bool) -> None:
     """A view that is kept past its unit's turn; integers get bits of ones."""
-    model = Ordered()
-    model.layers[2].register_buffer("steps", torch.zeros(()))
-    model.layers[2].codes = nn.Parameter(torch.arange(6), requires_grad=False)
+    model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    model[2].codes = nn.Parameter(torch.arange(6), requires_grad=False)
     kept: list[Tensor] = []
-    model.layers[2].register_forward_hook(
+    model[2].register_forward_hook(
         lambda layer, *_: kept.extend([layer.weight.data, layer.codes.data])
     )
-    for layer in model.layers:
-        fully_shard(layer, arena=Arena(poison=poison))
-    fully_shard(model, arena=Arena(poison=poison))
+    for unit in (*model, model):
+        fully_shard(unit, arena=Arena(poison=poison))
     with torch.no_grad():
         model(torch.ones(1, 8))
 
