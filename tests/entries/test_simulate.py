@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,12 +20,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable_fsdp import (
     CPUOffload,
     MixedPrecision,
+    ShardingStrategy,
     clip_grad_norm_,
     forecast,
     fully_shard,
     simulate,
 )
 from composable_fsdp.comm import device
+from composable_fsdp.config import HYBRID
 from composable_fsdp.errors import PhaseError, PlanError
 from composable_fsdp.features import recent_operations
 from composable_fsdp.tools import Machine, Simulation
@@ -67,19 +69,22 @@ def sums_over_ranks(output: Tensor) -> Tensor:
 OWN = ("world_size", "batch", "loss", "optimizer", "max_norm", "device_type", "machine")
 
 
-def run(build: Any = None, **given: Any) -> Simulation:
+def run(
+    build: Any = None, make: Callable[[], nn.Module] = text, **given: Any
+) -> Simulation:
     """Simulate a step on 8 ranks, with a unit per block; options are those of units."""
     own: dict[str, Any] = {"world_size": 8, "batch": batch()}
     own |= {name: given.pop(name) for name in OWN if name in given}
 
     def model() -> nn.Module:
-        made = text()
+        made: Any = make()
         if size := given.pop("shard_world_size", None):
             sizes = own["world_size"] // size, size
             given["device_mesh"] = init_device_mesh("cpu", sizes)
         for block in made.blocks:
             fully_shard(block, **given)
-        return fully_shard(made, **given)
+        whole: nn.Module = fully_shard(made, **given)
+        return whole
 
     return simulate(build or model, **own)
 
@@ -113,15 +118,18 @@ def test_the_peak_is_the_planned_one(
 
 
 @cache
-def step_on_64_ranks() -> Simulation:
-    """A step that clips."""
+def step_on_64_ranks(link: float) -> Simulation:
+    """A step that clips, over a link of so many bytes per second."""
     return run(
         world_size=64,
         batch=batch(64),
         mixed_precision=LOW,
         max_norm=1.0,
-        machine=Machine(link_bytes_per_second=1e11),
+        machine=Machine(link_bytes_per_second=link),
     )
+
+
+FAST, SLOW = 1e11, 1e8
 
 
 def traffic_of(sent: Sequence[SimulatedOperation]) -> Traffic:
@@ -136,7 +144,7 @@ def traffic_of(sent: Sequence[SimulatedOperation]) -> Traffic:
 @pytest.mark.req("N-02")
 def test_the_collectives_are_the_planned_ones() -> None:
     """Calls and bytes, with names of units; and the norm of clipping."""
-    found = step_on_64_ranks()
+    found = step_on_64_ranks(FAST)
 
     *steps, norm = found.collectives
     assert traffic_of(steps) == found.plan.traffic
@@ -146,6 +154,43 @@ def test_the_collectives_are_the_planned_ones() -> None:
         "all_gather blocks.1",
     ]
     assert norm.phase == "clip"
+
+
+@pytest.mark.req("N-02")
+@pytest.mark.parametrize("strategy", ShardingStrategy)
+def test_regions_that_are_sent_together_count_once(strategy: ShardingStrategy) -> None:
+    """Two regions per block, in each strategy: calls and bytes are the planned ones."""
+
+    def two_dtypes() -> Text:
+        model = text()
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.ndim < 2:
+                    module._parameters[name] = nn.Parameter(parameter.bfloat16())
+        return model
+
+    found = run(
+        make=two_dtypes,
+        strategy=strategy,
+        **({"shard_world_size": 4} if strategy in HYBRID else {}),
+        mixed_precision=LOW,
+    )
+
+    assert traffic_of(found.collectives) == found.plan.traffic
+
+
+def test_a_slower_link_takes_longer_and_the_same_memory() -> None:
+    """Times are those of the machine; bytes are not."""
+    fast, slow = step_on_64_ranks(FAST), step_on_64_ranks(SLOW)
+
+    assert slow.seconds > 10 * fast.seconds
+    assert slow.exposed > fast.exposed > 0
+    assert slow.peak.memory == fast.peak.memory
+    gather = next(o for o in slow.operations if o.title == "all_gather blocks.0")
+    # Casts come before it, on a stream of their own.
+    own = [o for o in slow.operations if o.stream == 0]
+    used = next(o for o in own if o.title == "forward blocks.0")
+    assert used.begin >= gather.end > gather.begin
 
 
 def real_step(world: World, steps: int) -> tuple[int, list[tuple[str, str]]]:
@@ -188,7 +233,7 @@ def test_the_step_is_the_real_one() -> None:
 @pytest.mark.req("N-02")
 def test_the_trace_is_one_of_the_trace_event_format() -> None:
     """Keys, types, rows with names, and spans that nest, as the format asks for."""
-    found = step_on_64_ranks()
+    found = step_on_64_ranks(FAST)
 
     events = json.loads(json.dumps(found.trace(), allow_nan=False))["traceEvents"]
     named: dict[str, set[int]] = {"process_name": set(), "thread_name": set()}

@@ -29,6 +29,7 @@ from tests.support.reference import (
     gpt_units,
     loss_of,
     sgd,
+    wide_input,
 )
 from tests.support.sharded import message_of
 from tests.support.tiny import TinyGPT
@@ -130,6 +131,64 @@ def test_the_planned_peak_is_that_of_a_step(
 
 
 SHARED = Arena(poison=True)
+
+
+class Ordered(nn.Module):
+    """Linear layers, run in an order that may change; then other uses of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.order = list(range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.layers[index](x).relu() + x
+        return x
+
+
+def pair_of(arena: Arena, **options: Any) -> list[Ordered]:
+    """The same model without and with an arena; each layer is a unit."""
+    made = []
+    for each in (None, arena):
+        model = Ordered()
+        for layer in model.layers:
+            fully_shard(layer, arena=each, **options)
+        made.append(fully_shard(model, arena=each, **options))
+    return made
+
+
+@pytest.mark.req("M-07")
+@by_arena
+@pytest.mark.parametrize("mode", ["full", "zero2"])
+@on_ranks(2)
+def test_an_order_that_the_plan_does_not_know(
+    world: World, arena: Arena, mode: str
+) -> None:
+    """The order changes from step to step, layers are left out, and run twice."""
+    models = pair_of(arena, **OPTIONS[mode])
+    orders = [
+        [0, 1, 2, 3, 4, 5],
+        [5, 4, 3, 2, 1, 0],
+        [0, 2, 4, 1, 3, 5],
+        [1, 3, 5],
+        [3, 3, 1, 3],
+        [0, 1, 2, 3, 4, 5],
+    ]
+
+    seen = []
+    for step, order in enumerate(orders):
+        x = wide_input(8)(step, world.rank)
+        grads = []
+        for model in models:
+            model.order = order
+            backward(model(x).square().sum())
+            grads.append([p.grad for p in model.parameters() if p.grad is not None])
+        for ours, others in zip(*grads, strict=True):
+            assert torch.equal(ours, others)
+        seen.append(addresses(models[1]))
+    assert seen.count(seen[0]) == len(seen)
 
 
 @pytest.mark.req("M-07")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import fully_shard, reshard, unshard
-from composable_fsdp.access import set_reshard_after_backward
-from composable_fsdp.comm.collectives import record
+from composable_fsdp import ShardingStrategy, fully_shard, no_sync, reshard, unshard
 from composable_fsdp.errors import CompositionError, PhaseError, PlanError
 from composable_fsdp.features import flat_parameters
+from composable_fsdp.tree.state import _get_module_fsdp_state
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     apply_units,
@@ -26,24 +26,25 @@ from tests.support.reference import (
 from tests.support.world import World
 
 
+def versions(leaves: Iterable[Tensor]) -> tuple[int, ...]:
+    return tuple(leaf._version for leaf in leaves)
+
+
 @on_ranks(2)
-def test_ranks_agree_that_a_parameter_has_another_storage(world: World) -> None:
-    """A rank with elements sees the address of before, and one without another one."""
-    model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 1))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    set_reshard_after_backward(model, False)
-    for _ in range(2):
+def test_an_evaluation_before_the_step_sees_values_that_no_version_shows(
+    world: World,
+) -> None:
+    """Averaged weights are often swapped in through ``.data``."""
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 3)
+    model = fully_shard(copy.deepcopy(plain), strategy=ShardingStrategy.ZERO1)
+    with no_sync(model):  # a reduction counts as a step
         backward(model(torch.ones(2, 4)).sum())
-    weight: Any = model[0].weight
-    weight.data = torch.from_numpy(weight.data.numpy())
+    for parameter in (*model.parameters(), *plain.parameters()):
+        parameter.data.mul_(2)
 
-    with record() as calls:
-        backward(model(torch.ones(2, 4)).sum())
-
-    # One for each backward, and one for the forward of the unit that has changed.
-    assert [call.op for call in calls].count("all_gather") == 3
+    with torch.no_grad():
+        assert torch.equal(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
 
 
 def test_a_step_of_a_flat_parameter_makes_a_graph_old(one_rank: World) -> None:
@@ -57,6 +58,26 @@ def test_a_step_of_a_flat_parameter_makes_a_graph_old(one_rank: World) -> None:
 
     with pytest.raises(PhaseError, match="an optimizer step"):
         backward(loss)
+
+
+@on_ranks(2)
+def test_what_a_graph_has_saved_is_unreadable_while_an_all_gather_writes_it(
+    world: World,
+) -> None:
+    """The second backward of a graph reads the memory that the unit has kept."""
+    model = fully_shard(nn.Linear(4, 4))
+    x = torch.ones(2, 4, requires_grad=True)
+    torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    state = _get_module_fsdp_state(model)
+    assert state is not None
+    form = state.handle.form
+    assert versions(form.placed) != form.unreadable
+
+    pending = unshard(model, async_op=True)
+
+    assert versions(form.placed) == form.unreadable
+    assert pending is not None
+    pending.wait()
 
 
 @pytest.mark.parametrize("shown", [False, True])

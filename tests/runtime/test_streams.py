@@ -412,6 +412,16 @@ def test_streams_are_ordered_elsewhere(
         case(order)
 
 
+def test_the_result_of_a_hook_stays_in_a_reduce_buffer() -> None:
+    """A rank alone reduces in place; a cast fills the full buffers of the next unit."""
+    with watched(1) as order:
+        model = gpt(order, mixed_precision=LOWER)
+        world = dist.group.WORLD
+        assert world is not None
+        register_comm_hook(model, DefaultState(world), allreduce_hook)
+        train(model)
+
+
 def streams_of(model: Any) -> set[tuple[Any, ...]]:
     return {handle.events.leaf_streams for handle in _get_fsdp_handles(model)}
 

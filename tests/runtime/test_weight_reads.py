@@ -211,6 +211,38 @@ class Keeper(nn.Module):
         return out
 
 
+@pytest.mark.parametrize("between", ["nothing", "reshard", "forward"])
+@on_ranks(2)
+def test_a_graph_may_be_run_again_after_a_parameter_was_kept(
+    world: World, between: str
+) -> None:
+    """Also if one rank alone has kept it, and whatever reshards between."""
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = copy.deepcopy(plain)
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (plain, model)]
+    for _ in range(3):
+        unshard(model[0])
+        kept = model[0].weight if world.rank == 0 else None
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            loss = each(torch.ones(1, 8)).square().sum()
+            loss.backward(retain_graph=True)
+            if between == "forward":
+                each(torch.zeros(1, 8))
+            elif between == "reshard" and each is model:
+                reshard(model[0])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if kept is not None:
+            assert torch.equal(kept, model[0].weight)
+
+    with unshard_params(model):
+        assert torch.allclose(model[0].weight, plain[0].weight)
+
+
 @on_ranks(1, 2)
 def test_a_view_of_a_weight_on_an_attribute_is_copied(world: World) -> None:
     """In the first forwards and later, as the output of a forward is."""
