@@ -79,6 +79,7 @@ def forward(side: Side, batch: int, how: str = "train") -> Seen:
         "inference": torch.inference_mode,
         "on_cpu": torch.autograd.graph.save_on_cpu,
         "anomaly": torch.autograd.detect_anomaly,
+        "on_meta": lambda: torch.device("meta"),
     }
     torch.manual_seed(batch)
     with contexts.get(how, nullcontext)():
@@ -310,6 +311,47 @@ def write(side: Side, index: int, how: str) -> Seen:
     elif how == "foreach":
         with torch.no_grad():
             torch._foreach_mul_(list(side.model.parameters()), 0.9)
+
+
+def memory(side: Side, how: str) -> Seen:
+    """Memory of parameters is kept, exchanged, flattened, written to, and put back."""
+    side.slots.clear()
+    table = named(side.model)
+    every = sorted(table.items())
+    if how == "keep":
+        side.memory += [(name, p.data) for name, p in every]
+    elif how == "new":
+        for _, p in every:
+            p.data = p.data * 0.5
+    elif how == "restore":
+        for name, tensor in side.memory:
+            if tensor.dtype is table[name].dtype:
+                table[name].data = tensor
+    elif how == "write":
+        for _, tensor in side.memory:
+            tensor.mul_(2)
+    elif how == "drop":
+        side.memory.clear()
+    elif how == "exchange":
+        for a, b in side.swappable:
+            table[a].data, table[b].data = table[b].data, table[a].data
+    elif how == "flatten":
+        buffer = torch.cat([p.data.reshape(-1) for _, p in every])
+        views = torch.split(buffer, [p.numel() for _, p in every])
+        for (_, p), view in zip(every, views, strict=True):
+            p.data = view.view(p.shape)
+        side.memory += [(name, p.data) for name, p in every]
+    elif how == "swap":
+        side.model.zero_grad()
+        for _, p in every:
+            torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 2))  # type: ignore[no-untyped-call]  # untyped in torch
+        side.renew_optimizer()
+    elif how == "empty":
+        values = {k: v * 0.5 for k, v in side.model.state_dict().items()}
+        side.model.zero_grad()  # ``to_empty`` gives gradients no values, either
+        side.model.to_empty(device="cpu")
+        side.model.load_state_dict(values)
+        side.renew_optimizer()
 
 
 def freeze_all(side: Side, on: bool) -> Seen:

@@ -388,6 +388,29 @@ a weight in channels_last, in a slot
 a nap before a step, after a backward and around a load
     linear + linear | nap gradients; save; forward 0; backward; nap gradients; load;
         step; nap none; train 0; step | optimizer=adamw door={composable/wrapper}
+memory that a program keeps, exchanges, flattens and puts back
+    linear + mul + tiny | train 0; memory keep; memory new; train 1; memory restore;
+        train 2; memory drop; train 1 | strategy={FULL_SHARD/HALF door=wrapper/WHOLE}
+    linear + mul + mul | train 0; memory flatten; train 1; memory write; summon 0 True;
+        train 2; memory exchange; train 0; memory exchange; forward 0 inference |
+        strategy={HALF/WHOLE/FULL_SHARD}
+    linear + mul | train 0; memory flatten; save; load; memory drop; forward 0
+        inference; train 1; save; memory keep; load True; memory write; train 2 |
+        strategy={HALF/WHOLE/FULL_SHARD}
+    linear + mul | train 0; memory keep; memory swap; memory write; train 1; memory
+        empty; cast float32 True; train 2 | strategy={HALF/WHOLE/FULL_SHARD}
+    linear + mul | forward 0; backward; memory new; forward 1; backward; forward 2
+        {inference/on_meta}; step; train 0 | door={wrapper/composable}
+    mul: mul + mul | train 0; memory keep; memory new; train 0; memory write; memory
+        exchange; train 1; memory restore; memory flatten; train 2 | width=70001
+        door={wrapper/composable}
+an optimizer over flat parameters
+    linear + tiny + zero + scalar | train 0; train 1 clip; train 2 keep accumulate;
+        optimizer_round_trip; STEPS | flat optimizer={momentum/adamw door=wrapper
+        strategy=WHOLE/adamw strategy=HALF}
+    linear + tiny + zero + linear frozen=1 | train 0; train 1 clip; save; train 2; load;
+        STEPS | flat {optimizer=adamw low/optimizer=momentum low mix=reduce
+        strategy=HALF/optimizer=adamw offload strategy=HALF}
 optimizers and full parameters
     linear + linear | inside_summon {make/step}
 """
@@ -403,6 +426,7 @@ for block in re.split(r"\n(?=\S)", TEXT.strip()):
 
 ON_THREE = {
     "a parameter that is frozen after a cast",
+    "an optimizer over flat parameters",
     "backward of a forward from before parameters were frozen or unfrozen",
     "state that torch's functions make where ranks hold nothing",
     "a scaler and complex parameters",
@@ -412,6 +436,7 @@ ON_THREE = {
 }
 """On two ranks some were right: a parameter has to cover the whole part of one."""
 EVERY_DAY = {
-    f"an interrupt in any layer, in {where}" for where in ("forward", "backward")
-}
+    "an optimizer over flat parameters",
+    "memory that a program keeps, exchanges, flattens and puts back",
+} | {f"an interrupt in any layer, in {where}" for where in ("forward", "backward")}
 """Of which all programs run each day."""

@@ -85,6 +85,8 @@ class Options(_Short):
     """The strategy of every other unit, by hand."""
     hook: bool = False
     """A communication hook averages gradients."""
+    flat: bool = False
+    """The optimizer is made over ``flat_parameters``, which have the gradients."""
     factor: float = 0.0
     """What sums of gradients are divided by, if not by the number of ranks."""
 

@@ -36,6 +36,7 @@ from composable_fsdp.features import (
     WireFormat,
     WireLayout,
     allreduce_hook,
+    flat_parameters,
     reduce_scatter_hook,
     register_comm_hook,
 )
@@ -88,12 +89,13 @@ class Slot:
 
 
 def optimizer_of(
-    kind: str, model: nn.Module, groups: bool = False
+    kind: str, model: nn.Module, groups: bool = False, flat: bool = False
 ) -> torch.optim.Optimizer:
     """In a group, because a model may have no parameters at all; or in two."""
     made, arguments = OPTIMIZERS[kind]
     if not groups:
-        return made([{"params": list(model.parameters())}], **arguments)
+        every = flat_parameters(model) if flat else model.parameters()
+        return made([{"params": list(every)}], **arguments)
     parameters = [p for _, p in sorted(named(model).items())]
     second = {"params": parameters[::2], "lr": 0.5 * arguments["lr"]}
     return made([{"params": parameters[1::2]}, second], **arguments)
@@ -124,10 +126,14 @@ class Side:
         self.model = shard(model, self.units, program.options, world)
         if program.options.wrapped:
             wrap(self.model, program.options.wrapped)
-        self.optimizer = optimizer or optimizer_of(self.kind, self.model, groups)
+        self.flat = program.options.flat and self.sharded
+        self.optimizer = optimizer or optimizer_of(
+            self.kind, self.model, groups, self.flat
+        )
         self.slots: list[Slot] = []
         self.kept: dict[str, Tensor] = {}
         self.saved: dict[str, Tensor] = {}
+        self.memory: list[tuple[str, Tensor]] = []
         self.taken: Taken | None = None
         self.pending: Future[None] | None = None
         scaler = ShardedGradScaler if self.sharded else torch.amp.GradScaler
@@ -145,7 +151,8 @@ class Side:
 
     def make_optimizer(self, kind: str) -> None:
         groups = self.program.options.groups
-        self.kind, self.optimizer = kind, optimizer_of(kind, self.model, groups)
+        self.kind = kind
+        self.optimizer = optimizer_of(kind, self.model, groups, self.flat)
 
     def comparable(self, unit: str) -> bool:
         return all(part.again is None for part in self.program.parts())

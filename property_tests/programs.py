@@ -58,8 +58,11 @@ ON_SHARDS = (
     "scaled",
     "raw_round_trip",
     "nap",
+    "memory",
 )
 """Actions on ``model.parameters()``, which are others while a unit is full by hand."""
+GIVING = {("memory", how) for how in ("keep", "new", "restore", "swap")}
+"""Actions that give parameters other memory, and change none."""
 WHILE_LOCAL = (
     *("forward", "backward", "collect", "setting", "sync", "unshard_unit", "write"),
 )
@@ -155,6 +158,8 @@ class Run:
                 return self.ended("shard", error, None)
         if not self.allows(action):
             return True
+        if action not in GIVING | {("load", True)}:
+            self.forget_shown()
         name, *arguments = action
         function = vars(program_actions).get(name) or vars(program_states)[name]
         plain_error = None
@@ -178,6 +183,16 @@ class Run:
             self.fill()
         self.check()
         return True
+
+    def forget_shown(self) -> None:
+        """Drop what was kept of memory that parameters have, and go on to change."""
+        assert self.ours is not None
+        plain = self.plain[self.world.rank]
+        shown = {name: p.data_ptr() for name, p in named(plain.model).items()}
+        apart = [tensor.data_ptr() != shown[name] for name, tensor in plain.memory]
+        for side in (self.ours, *self.plain):
+            pairs = zip(side.memory, apart, strict=True)
+            side.memory = [each for each, is_apart in pairs if is_apart]
 
     def allows(self, action: Action) -> bool:
         """Whether a script may do it now: gradients that wait are not to be seen."""
@@ -279,7 +294,11 @@ class Run:
             equal(leaf.detach(), part, self.tolerance, f"parameter {name}")
             assert full or id(leaf) in shown, f"{name} is not the sharded parameter"
             assert leaf.requires_grad is like.requires_grad or full, name
-        if not self.local:
+        for (name, kept), (_, own) in zip(plain.memory, self.ours.memory, strict=True):
+            held = {other: p.data for other, p in expected.items()} | {name: kept}
+            part = own_parts(ours, held)[name][1]
+            equal(own, part, self.tolerance, f"what was kept of {name}")
+        if not self.local and not self.ours.flat:
             self.check_gradients()
         if self.outcomes[-1] == "step" and not plain.slots and not self.local:
             for state in states:

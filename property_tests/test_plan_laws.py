@@ -13,7 +13,6 @@ from torch import nn
 
 from composable_fsdp.config import Block
 from composable_fsdp.errors import PlanError
-from composable_fsdp.tools.memory import Traffic, traffic_of
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 from tests.planning.trees import snapshot
@@ -179,30 +178,3 @@ def test_promotion_gives_a_tied_parameter_to_the_lowest_unit_above_all_places(
         deepest = max(common, key=lambda unit: len(unit.split(".")) if unit else 0)
         assert got[tied.names[0]] == deepest
     assert result.numel == sum(p.numel() for p in model.parameters())
-
-
-@given(
-    recipe=model_recipes(features=FEATURES - {"shared", "tied", "replicate"}),
-    world_size=world_sizes(),
-)
-def test_traffic_and_memory_add_up(recipe: ModelRecipe, world_size: int) -> None:
-    """Totals are sums over units, and what a rank keeps is its share of all buffers."""
-    model = build(recipe)
-
-    result = plan(model, world_size=world_size, policy=ByName(recipe.sharded))
-    trainable = [any(r.trainable and r.numel for r in u.regions) for u in result.units]
-    total = sum(
-        (
-            traffic_of(unit, is_root=i == 0, in_backward=any(trainable[: i + 1]))
-            for i, unit in enumerate(result.units)
-        ),
-        Traffic(),
-    )
-
-    assert result.traffic == total
-    assert result.numel == sum(p.numel() for p in model.parameters())
-    assert result.parameter_bytes * world_size == sum(
-        region.nbytes for unit in result.units for region in unit.regions
-    )
-    assert result.gradient_bytes <= result.parameter_bytes
-    assert (world_size == 1) == (result.traffic == Traffic()) or result.numel == 0

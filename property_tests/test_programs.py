@@ -48,6 +48,7 @@ def test_programs_are_right_or_refused(
 
 
 @pytest.mark.req("P-02", "P-03", "P-06", "P-07", "P-09", "P-11", "P-12", "P-14")
+@pytest.mark.req("B-07", "R-02")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_programs_that_were_wrong_once(
     ranks: RankCount, name: str, request: pytest.FixtureRequest

@@ -78,8 +78,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``.
 
-    The norm is that of the unsharded model. ``torch.nn.utils.clip_grad_norm_`` sees
-    this rank's shards alone, and scales by a different factor on each rank.
+    The norm is that of the unsharded model.
 
     Args:
         module_or_params: A module, or sharded parameters and plain ones (equal on all
@@ -170,7 +169,6 @@ class Norm(NamedTuple):
     """The gradients or parameters of this rank."""
     handles: Sequence[FlatParamHandle]
     chosen: dict[int, Tensor]
-    """The parameters by id."""
     routes: tuple[Route, ...]
     """The sets of groups that share parameters."""
     parts: list[Tensor]
@@ -266,10 +264,7 @@ _WAY_OUT = (
 def _over_ranks(
     part: Tensor, route: Route, norm_type: float, max_norm: float
 ) -> tuple[Tensor, bool]:
-    """Return the sum of the ranks' powers, or the largest; if ``max_norm`` is the same.
-
-    Collective: an all-reduce over each group of ``route``.
-    """
+    """Return the sum of the ranks' powers, or the largest; an all-reduce per group."""
     if not route:
         return part, True
     infinite = norm_type == math.inf

@@ -1,12 +1,6 @@
 """Whole tensors of a sharded model, bucket by bucket, as an engine loads them.
 
-::
-
-    bucket 0   gather | hand out tensor by tensor
-    bucket 1                  gather              | hand out ...
-
-The caller's loop holds the last tensor of a bucket until it gets the first one of the
-next, so the gather after that begins behind this first tensor: two buckets at most.
+The gather of a bucket runs while the caller takes the tensors of the one before.
 """
 
 from __future__ import annotations
@@ -45,7 +39,6 @@ class _Piece(NamedTuple):
     start: int
     """Its first element in the region."""
     own: Tensor
-    """What this rank holds of it."""
     numels: list[int]
     """The elements that each rank of the shard group holds."""
     group: dist.ProcessGroup | None

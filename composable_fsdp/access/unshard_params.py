@@ -1,8 +1,6 @@
 """Full parameters outside the step, as a context manager.
 
-The block sees new parameters over new buffers, in the parameters' dtype; the units stay
-sharded underneath. Nothing frees this memory under a tensor that the block keeps, and
-parameters that it keeps show this rank's rows afterwards.
+The block sees new parameters over new buffers; the units stay sharded underneath.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ from composable_fsdp.tree.root import (
 from composable_fsdp.tree.state import Summon, _FSDPState
 
 NO_STEPS: WeakKeyDictionary[FlatParamHandle, str] = WeakKeyDictionary()
-"""Why optimizers may not step on a unit now; ``{}`` stands for the name of a parameter.
-Weak: a model may be dropped while it sleeps."""
+"""Why optimizers may not step on a unit now; ``{}`` is the name of a parameter."""
 _SHOWN = (
     "inside unshard_params, which shows {} full; the end of the block would write the "
     "full values over the step. Call it after the block."
@@ -170,10 +167,7 @@ def _unshard_states(
     check_same: bool = False,
     what: str = "unshard_params(writeback=True)",
 ) -> Iterator[None]:
-    """Show full parameters of ``states``; write back on all ranks of a unit or on none.
-
-    ``what`` names the caller in messages. Collective, Raises: as ``unshard_params``.
-    """
+    """Show full parameters of ``states``; write back on all ranks of a unit or none."""
     # ``offload_to_cpu`` copies on this rank alone, and may differ between ranks.
     decide = {"writeback": writeback, "rank0_only": rank0_only}
     decide |= {"with_grads": with_grads, "check_same": check_same}
@@ -240,11 +234,7 @@ def _write(
 
 
 class _ShownUnit:
-    """The full parameters that a block shows on this rank for a unit.
-
-    With ``rank0_only`` all ranks but the first show sharded parameters; the lists are
-    then empty.
-    """
+    """The full parameters of a unit that a block shows; none where it shows shards."""
 
     __slots__ = (
         *("context", "fulls", "handle", "leaves", "rank0_only", "state"),
@@ -255,7 +245,6 @@ class _ShownUnit:
         self.state, self.rank0_only = state, rank0_only
         self.context, self.handle = ensure_root(state), state.handle
         self.fulls: list[Tensor] = []
-        """Per region ``(padded_numel,)``."""
         self.views: list[Tensor] = []
         """Per parameter, as in ``handle.leaves``: its elements in ``fulls``."""
         self.leaves: list[nn.Parameter] = []
@@ -354,11 +343,7 @@ class _ShownUnit:
 
     @torch.no_grad()
     def require_same_values(self) -> None:
-        """Refuse full values of a block that differ between the unit's ranks.
-
-        Collective: an all-gather of objects over the shard and the replicate group.
-        Raises: DesyncError with the parameter's name, on all ranks alike.
-        """
+        """Refuse values that differ between ranks, by an all-gather of objects."""
         names = [ref.name for ref in param_refs(self.handle)]
         told = [hash_values(self.views).tolist()] if names else []
         for group in self.handle.groups.present:
@@ -379,8 +364,8 @@ class _ShownUnit:
     def write(self) -> None:
         """Copy this rank's part of the full values into the shards.
 
-        Collective: none; with ``rank0_only`` per region with elements a scatter over
-            the shard group and a broadcast over the replicate group.
+        Collective: with ``rank0_only`` per region a scatter, and a broadcast over
+            replicas.
         """
         handle, groups = self.handle, self.handle.groups
         for region, full in zip_longest(handle.layout.regions, self.fulls):
@@ -417,9 +402,8 @@ class _ShownUnit:
     def show_gradients(self, *, to_cpu: bool) -> None:
         """Set ``.grad`` of the full parameters to the full gradients.
 
-        Collective: over the shard group a single all-reduce with a byte per parameter;
-            if any rank has a gradient, an all-gather, or with ``rank0_only`` a gather
-            per region.
+        Collective: an all-reduce of a byte per parameter; if any has one, gathers per
+            region.
         """
         handle, regions = self.handle, self.handle.layout.regions
         refs = [*param_refs(handle)]
@@ -456,8 +440,8 @@ class _ShownUnit:
     def write_gradients(self) -> None:
         """Set the sharded gradients to this rank's part of the block's full gradients.
 
-        Collective: none; with ``rank0_only`` over the shard group and over the
-            replicate group a broadcast with a byte per parameter, and one per gradient.
+        Collective: with ``rank0_only`` a broadcast of a byte each, and one per
+            gradient.
         """
         handle, device = self.handle, self.handle.layout.device
         refs = [*param_refs(handle)]

@@ -228,7 +228,6 @@ class RankLayout:
     members: Sequence[int]
     """The global ranks in the order of ``grid``."""
     device_type: str | None = None
-    """Device type of the mesh, or ``None`` without a mesh."""
     by_node: bool = False
     """Whether the caller gave neither a group nor a mesh."""
     ways: dict[Choice, Ways] = field(default_factory=dict)

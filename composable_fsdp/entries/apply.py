@@ -1,7 +1,4 @@
-"""Apply sharding to one module: plan, checks, build.
-
-``fully_shard``, ``FullyShardedDataParallel`` and ``replicate`` all end in ``apply``.
-"""
+"""Apply sharding to one module: plan, checks, build."""
 
 from __future__ import annotations
 
@@ -50,11 +47,8 @@ def apply(
 ) -> None:
     """Shard ``modules``, which form one unit; ``given``: see ``request_for``.
 
-    Collective: with ``sync_module_states`` a broadcast per parameter and buffer over
-        the shard (and replicate) group; for the first hybrid unit that shards within a
-        node the creation of the node groups; else none.
-    Raises: TypeError, PlanError, CompositionError, DesyncError; the modules are
-        then unchanged. An exception of ``param_init_fn`` comes after the first change.
+    Collective: with ``sync_module_states`` a broadcast per tensor; creation of groups.
+    Raises: TypeError, PlanError, CompositionError, DesyncError, before any change.
     """
     # Every check runs before the first change.
     if param_init_fn is not None and not callable(param_init_fn):
@@ -192,10 +186,7 @@ def _device_of(
     device_id: int | torch.device | None,
     ranks: RankLayout,
 ) -> torch.device:
-    """Return the compute device of the units.
-
-    Raises: PlanError, if this device is a GPU and torch finds none.
-    """
+    """Return the compute device of the units; PlanError, if torch finds no such GPU."""
     # A root may hold no parameters of its own; its device is then that of nested units.
     below = [
         unit.device

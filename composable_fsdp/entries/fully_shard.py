@@ -84,11 +84,7 @@ def unknown_text(
 
 
 def _is_done(module: object, given: Mapping[str, Any]) -> bool:
-    """Return whether ``if_sharded="skip"`` leaves nothing to do.
-
-    Raises: TypeError, for an unknown argument; PlanError, for another ``if_sharded``;
-    CompositionError, naming the first option that differs.
-    """
+    """Return whether ``if_sharded="skip"`` leaves nothing to do; refuse others."""
     # Python's own TypeError would not translate names of torch's FSDP.
     unknown = sorted(given.keys() - _OWN_NAMES.keys())
     if unknown:
@@ -199,7 +195,8 @@ def fully_shard(
             (LOCAL_WORLD_SIZE ranks) and replicate across nodes.
         device_mesh: The ranks as a mesh instead of ``process_group``: a 1-D mesh
             shards, a 2-D mesh is (replicate, shard), and dims of a larger mesh are
-            taken by their names (``comm.meshes``).
+            taken by their names: ``dp``, ``dp_shard``, ``fsdp``, ``cp`` and the like
+            shard, ``replicate``, ``dp_replicate`` and ``ddp`` replicate.
         policy: Selects the modules below ``module`` that become units: a policy object,
             a function ``(module, recurse, nonwrapped_numel) -> bool``, or a function
             that returns ``{module: options}``. The policy does not enter units made by

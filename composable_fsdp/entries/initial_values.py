@@ -1,8 +1,4 @@
-"""Prepare the values of a unit's parameters and buffers just before sharding.
-
-Parameters on meta are initialized unit by unit, so the memory above the shards is that
-of a single unit.
-"""
+"""Prepare the values of a unit's parameters and buffers just before sharding."""
 
 from __future__ import annotations
 
@@ -50,11 +46,7 @@ class MetaModule(NamedTuple):
 
 
 class PreparedValues:
-    """How the units of a call get their values.
-
-    Raises: PlanError, for a unit that is on meta in part, or a module on meta that
-    has no ``reset_parameters``.
-    """
+    """How the units of a call get their values; PlanError, if some cannot get any."""
 
     def __init__(
         self,
@@ -98,11 +90,7 @@ class PreparedValues:
                 mark_meta_buffers(target.members)
 
     def before(self, index: int) -> None:
-        """Give a target its values; called just before the unit is sharded.
-
-        Collective: with ``sync`` a broadcast per parameter and buffer of the unit over
-            the shard (and replicate) group.
-        """
+        """Give a target its values; with ``sync`` by a broadcast per tensor."""
         for each in self._waiting[index] if self._waiting else ():
             materialize(each, self._init)
         target, done = self._targets[index], self._done
@@ -195,10 +183,7 @@ def reset_parameters(module: nn.Module) -> None:
 
 
 def give_memory(module: nn.Module, device: torch.device, *, resets: bool) -> None:
-    """Replace meta tensors by empty ones on ``device``; ``resets``: give them values.
-
-    Else the values are broadcast from the first rank.
-    """
+    """Replace meta tensors by empty ones on ``device``; ``resets``: give values."""
     for table in (module._parameters, module._buffers):
         for key, tensor in table.items():
             if tensor is not None and tensor.is_meta:

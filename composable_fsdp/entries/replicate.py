@@ -1,7 +1,6 @@
 """``replicate``: full parameters on every rank, averaged gradients; in place.
 
-The code of ``fully_shard`` with strategy NO_SHARD, and a state of another name, whose
-subtree a walk from a unit above does not enter; units of ``fully_shard`` below it stay.
+It is ``fully_shard`` with NO_SHARD and a state that a walk from above does not enter.
 """
 
 from __future__ import annotations

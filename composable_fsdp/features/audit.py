@@ -1,18 +1,8 @@
 """The audit of the first step: tells of functions that take a shard for the parameter.
 
-A mode sees each torch function of the user between the first forward and the forward
-after the first optimizer step, except inside forwards of units. A tensor is a part of a
-parameter if it is the leaf or its gradient, or a view or element-wise function of them.
-A function is right on a part if each row of its result comes from a row of the part::
-
-    shard (3, 6) of (5, 6)    w * 2      (3, 6)   each element by itself
-                              w.sum(1)   (3,)     each row by itself
-                              w.sum(0)   (6,)     over rows: another sum on each rank
-                              w[:2]      (2, 6)   other rows on each rank
-
-Units compute with full parameters, so the AccumulateGrad node of a shard runs only if a
-loss has read the shard. A hook on the node tells of shards that the mode has not seen:
-read in the forward of another unit, in compiled code, or before the first forward.
+A mode sees the user's torch functions from the first forward to the one after the first
+optimizer step. A function is right on a shard if each row of its result comes from a
+row. Hooks on the AccumulateGrad nodes tell of reads that the mode has not seen.
 """
 
 from __future__ import annotations
@@ -36,7 +26,6 @@ from torch.overrides import (
     _pop_mode,
     _push_mode,
 )
-from torch.utils._device import DeviceContext
 
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.config import Report
@@ -216,8 +205,7 @@ def audit(module: nn.Module, action: Report = "warn") -> None:
     """Audit the next step of a sharded model, as its first step is with "warn".
 
     From here to the forward after the next optimizer step, functions are told that take
-    this rank's shard of a parameter, or of its gradient, for the whole: norms, sums and
-    means over rows, matrix products, rows chosen by number, random fills. Each is told
+    this rank's shard of a parameter, or of its gradient, for the whole. Each is told
     once per line, with the parameter and the way out.
 
     Args:
@@ -466,8 +454,9 @@ def _turn(*, on: bool) -> None:
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # untyped in torch
     new = [each for each in stack if each is not _MODE]
     if on and _MODE.units:
-        # A default device must stay at the bottom.
-        new.insert(bool(new) and isinstance(new[0], DeviceContext), _MODE)
+        # A default device stays at the bottom, and ``with torch.device`` at the top.
+        default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+        new.insert(bool(new) and new[0] is default, _MODE)
         dynamo: Any = sys.modules.get("torch._dynamo")
         calls = [] if dynamo is None else dynamo.callback_handler.start_callbacks
         if _before_compilation not in calls:

@@ -1,8 +1,4 @@
-"""``copy.deepcopy`` of a sharded model: new shards, the same process groups.
-
-Python reaches the state of a unit, by hooks and registry, while the module is only
-partly copied. A copy is a new tree: lazy initialization finds its root again.
-"""
+"""``copy.deepcopy`` of a sharded model: new shards, the same process groups."""
 
 from __future__ import annotations
 

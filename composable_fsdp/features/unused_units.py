@@ -1,19 +1,8 @@
 """Parameters and units that only some ranks use: all ranks send the same in backward.
 
 ``CommonOrder`` goes through the uses of a forward in reverse, and issues at each, also
-a skipped one, what other ranks issue there::
-
-    forward     [ a ] [ b ] [ c ]            uses 0 1 2, of the root 3
-    this rank   root, c, a                   the loss does not reach b
-    sends       gather c | reduce c, gather b | reduce b, gather a | reduce a, root
-
-Units below ``call_where`` are full together, also on ranks that run nothing::
-
-    forward     [agree] [gather a b c]   run a(b, c), or nothing         [reshard]
-    backward    [gather a b c]   backward of a(b, c), or nothing   [reduce c b a]
-
-The engine runs nodes of the graph from the youngest to the oldest, so two nodes have
-the mirrored place on all ranks. The logs of their order are off.
+a skipped one, what other ranks issue there. Units below ``call_where`` are full
+together, also on ranks that run nothing. The logs of their order are off.
 """
 
 from __future__ import annotations
@@ -69,15 +58,12 @@ class CommonOrder(StepOrder):
     def __init__(self, mode: Hashable = ()) -> None:
         super().__init__(mode)
         self.begins: dict[_FSDPState, int] = {}
-        """Per unit: the number of uses that were recorded when the unit's first forward
-        began."""
+        """Per unit: the number of uses recorded when its first forward began."""
         # Progress of backward; set when backward reaches the forward of this order.
         self.next = 0
-        """Index of the use that backward has reached last; uses are walked from the
-        end."""
+        """Index of the use that backward has reached last, from the end."""
         self.accumulates = False
-        """Whether this backward accumulates gradients of parameters; not so for
-        ``autograd.grad`` of inputs."""
+        """Whether this backward accumulates gradients of parameters."""
         self.waiting: dict[_FSDPState, int] = {}
         """The entries of ``begins`` whose unit is not reduced yet."""
 

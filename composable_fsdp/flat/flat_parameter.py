@@ -1,9 +1,7 @@
 """Flat parameters: one parameter per trainable region, for element-wise optimizers.
 
-A flat parameter's data is ``shard`` and its ``.grad`` is ``gradient.shard``; ``.grad``
-of the leaves stays None. It outlives the region: a new region with the same parameters
-is bound to it. Without one it is *retired*: it has no elements, and its record still
-knows which elements of the optimizer state belong to which parameter.
+It outlives the region and is bound to a new one with the same parameters, or else is
+*retired*: without elements, but still the record of its optimizer state.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ class FlatParamRecord(weakref.ref[FlatParamHandle]):
 
 
 FLAT_PARAMS: dict[int, FlatParamRecord] = {}
-"""All records, by id of the flat parameter."""
 
 
 def find_flat(parameter: object) -> tuple[FlatParamHandle, FlatParamRecord] | None:

@@ -1,20 +1,9 @@
 """What an all-gather reads in place of the shards: encoded shards, or pieces.
 
-A unit with wire formats encodes its shards before an all-gather, and decodes the
-gathered bytes. On CUDA on the gather stream; the encoded values have memory until then.
-
-A *piece* holds the shards of several ranks, which are a slice of the full buffer. It
-stays while the full buffer is freed::
-
-    full     | shard 0 | shard 1 | shard 2 | shard 3 |   2 pieces over 4 ranks
-    piece of ranks 0, 1          | of ranks 2, 3     |
-
-At rest, pieces are coarser than the shards that an optimizer updates: they are gathered
-from the shards, once after each change, and the full buffers from the pieces. Or else
-pieces are kept from a forward to its backward alone, and copied from the full buffers.
-
-On CUDA the gather stream alone allocates, writes and reads pieces, in this order; no
-event is needed beside those that order the shards and the full buffers.
+A *piece* holds the shards of several ranks, which are a slice of the full buffer, and
+stays while that is freed. Pieces at rest are gathered from the shards after each
+change; others are copied from the full buffers, from a forward to its backward. The
+gather stream alone allocates, writes and reads them, so they need no event.
 """
 
 from __future__ import annotations
@@ -64,7 +53,6 @@ class EncodedShards(GatherSource):
                 inputs[at] = own
         self.kept = outputs
         self.lists = outputs, inputs
-        """``FullForm.gather_lists``."""
 
     # ``torch.func.vjp`` in a forward refuses writes to tensors from outside of it.
     @outside_transforms
@@ -143,7 +131,6 @@ class Pieces(GatherSource):
         self.kept = []
         """The buffers of the pieces; without memory at first."""
         self._starts: list[int] = []
-        """Where in ``full`` the pieces begin."""
         self._inputs: list[Tensor] = []
         """What an all-gather of pieces reads: the shard, or this rank's slice."""
         self.fills: tuple[tuple[Tensor, Tensor], ...] = ()
@@ -151,8 +138,7 @@ class Pieces(GatherSource):
         self._filled_at: tuple[int, ...] = ()
         """``shard_versions`` of the values in the pieces; empty: not to be used."""
         self._gathered_at: tuple[int, ...] = ()
-        """``shard_versions`` at the last all-gather of the full buffers; empty, if
-        these must not be copied."""
+        """``shard_versions`` at the last all-gather; empty if not to be copied."""
         for region in regions:
             numel, into = region.layout.shard_numel, region.full.own_slice
             shards = region.layout.world_size // plan.piece_ranks
@@ -173,7 +159,7 @@ class Pieces(GatherSource):
     def fill(
         self, context: Any, handle: FlatParamHandle
     ) -> tuple[list[Tensor], GroupRef | None]:
-        """Return the pieces, or the shards if no piece may be used; and the group.
+        """Return the pieces and the group, or the shards, if no piece may be used.
 
         Collective: an all-gather of pieces at rest, unless they are filled.
         """

@@ -1,8 +1,7 @@
 """Gradients of a unit: reduce buffers, flat gradients, and ``.grad`` of the leaves.
 
-Gradients wait in ``ReduceBuffer.waiting`` and are copied together; the reduction writes
-the flat gradient, of which ``.grad`` are views. It is released after ``zero_grad``. If
-the user exchanged ``.grad`` of leaves, sums are added to each, as autograd does.
+The reduction writes the flat gradient, of which ``.grad`` are views. If the user
+exchanged ``.grad`` of leaves, sums are added to each, as autograd does.
 """
 
 from __future__ import annotations

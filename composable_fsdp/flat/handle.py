@@ -1,8 +1,4 @@
-"""``FlatParamHandle``: a unit's flat buffers, and the unit's state during a step.
-
-The handle holds data and answers questions. The functions of ``flat.residency``,
-``flat.gradients`` and ``runtime`` change the handle.
-"""
+"""``FlatParamHandle``: a unit's flat buffers, and the unit's state during a step."""
 
 from __future__ import annotations
 
@@ -34,9 +30,7 @@ class UseOrder(Protocol):
     expected: Sequence[object]
     """The recorded uses of this round, with which the core compares a use inline."""
     position: int
-    """The index of the next use."""
     is_open: bool
-    """Whether a round is in progress."""
     number: int
     """The index among the logs over its group."""
 
@@ -54,11 +48,8 @@ class UnitLogs(NamedTuple):
     """The order logs of a unit; ``None`` if the unit sends no such collective."""
 
     forward: UseOrder | None = None
-    """Order of the unit's all-gathers in forward."""
     backward: UseOrder | None = None
-    """Order of the unit's all-gathers in backward."""
     reduce: UseOrder | None = None
-    """Order of the unit's reductions."""
 
 
 NO_LOGS = UnitLogs()
@@ -78,11 +69,9 @@ class FullForm:
     """The full buffers and leaves of a unit."""
 
     placed: tuple[nn.Parameter, ...]
-    """The full leaf of each place."""
     swaps: tuple[Swap, ...]
     gather_lists: tuple[list[Tensor], list[Tensor]]
-    """The outputs and the inputs of the all-gather, of each region with elements:
-    ``full`` and the shard or this rank's slice of ``full``, or encoded values."""
+    """The outputs and the inputs of the all-gather, of each region with elements."""
     fulls: list[Tensor]
     """``full`` of these regions; the list of the outputs, if nothing is encoded."""
     fills: tuple[tuple[Tensor, Tensor], ...]
@@ -94,13 +83,11 @@ class FullForm:
     readable: tuple[int, ...] | None = None
     """The same while autograd may read the leaves; ``None`` while it must not."""
     handed: Callable[[FlatParamHandle], bool] | None = None
-    """Called by the reshard if a user got the full leaves; returns whether their memory
-    must stay, because a graph reads leaves that the user has kept."""
+    """Called by the reshard if a user got the full leaves: whether memory must stay."""
     accumulators: tuple[Any, ...] = ()
     """AccumulateGrad nodes of the trainable full leaves, which hold them weakly."""
     arena_slot: Any = None
-    """Where the full leaves lie, if not in storages of their own: in a ``Slot`` of an
-    arena (``features.arena``), which units use in turn."""
+    """Where the full leaves lie, if not in storages of their own: in a ``Slot``."""
     source: GatherSource | None = None
     """What an all-gather reads, if not the shards or this rank's slices."""
 
@@ -136,11 +123,9 @@ class UnitLayout:
 
     plan: UnitPlan
     origin: tuple[RegionLayout, ...]
-    """Region layouts from ``fully_shard``, with today's dtypes; those of ``plan``
-    differ after parameters were frozen or unfrozen."""
+    """Region layouts as ``fully_shard`` made them, but with today's dtypes."""
     structure: int
-    """0 if the regions are those of ``fully_shard``; else a checksum of the parameters
-    in each region, by which a program that freezes in turn finds a known order."""
+    """A checksum of the parameters in each region; 0 for those of ``fully_shard``."""
     device: torch.device
     """The compute device, which holds the full parameters."""
     offload: bool
@@ -156,9 +141,7 @@ class UnitLayout:
     places: tuple[Place, ...]
     owners: tuple[nn.Module, ...]
     tables: tuple[Table, ...]
-    """``module._parameters`` of each owner."""
     keys: tuple[str, ...]
-    """The key of each place in its table."""
     sharded_placed: tuple[nn.Parameter, ...]
     forms: Forms
     """The forms of the parameters that compute sees as another class."""
@@ -170,7 +153,6 @@ class LeafMemory(NamedTuple):
     leaves: tuple[nn.Parameter, ...]
     """Sharded leaves with elements on this rank."""
     addresses: tuple[int, ...]
-    """The ``data_ptr()`` of each of ``leaves``, in the shard."""
     empty: tuple[nn.Parameter, ...]
     """Sharded leaves without elements on this rank, which have no address."""
     storages: tuple[torch.UntypedStorage, ...]
@@ -203,8 +185,7 @@ class ShardWrites:
     at_build: int
     """Sum of the version counters of the sharded leaves at build; -1 if on meta."""
     gathered_at: tuple[int, ...] | None = None
-    """``flat.residency.shard_versions`` at the last all-gather, which show later
-    writes. Empty before the first; ``None`` as long as the unit is never kept full."""
+    """``shard_versions`` at the last all-gather; None if never kept full."""
     steps: int = 0
     """Optimizer steps over the unit's leaves since counting began."""
     steps_per_reduction: int = 0
@@ -222,15 +203,12 @@ class ReductionProgress:
     due: bool = False
     """Whether gradients are expected, or have arrived, that no reduction has taken."""
     has_memory: bool = False
-    """Whether the reduce buffers are allocated; also during a reduction, until an
-    all-gather takes the memory."""
+    """Whether reduce buffers are allocated, until an all-gather takes the memory."""
     in_flight: bool = False
-    """Whether a reduction may be writing the flat gradients."""
     all_reduces: bool = False
     """Whether an all-reduce on a stream of its own writes the flat gradients."""
     held: tuple[bytes, ...] | None = None
-    """Arrival flags per trainable region of the sums that wait in
-    ``ReduceBuffer.partial`` for the all-reduce; ``None`` if no sums wait."""
+    """Arrival flags per trainable region of the sums that wait; None without."""
 
 
 class FlatParamHandle:
@@ -248,12 +226,10 @@ class FlatParamHandle:
     ) -> None:
         self.groups, self.rule = groups, rule
         self.full_fqn = layout.plan.fqn
-        """FQN of the unit's module from the root; until lazy initialization, from the
-        module that ``fully_shard`` was called on."""
+        """FQN of the module, from the root after lazy initialization."""
         self.paths: dict[int, str] = {}
         """Of a unit of several modules below a root: paths of its owners, by id."""
         self.logs = NO_LOGS
-        """The order logs; assigned by lazy initialization."""
         self.guards = guards
         """Tables of forward pre-hooks, one per part of the unit (``part_guards``)."""
         # ``Any``: the class is in a higher layer.

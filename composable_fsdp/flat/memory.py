@@ -1,8 +1,6 @@
 """Allocating and freeing the storage of a tensor while views of the tensor stay valid.
 
-A view keeps offset and strides when the storage is resized, so views are created
-once. Reading a view of an empty storage raises or crashes: before a caller frees a
-tensor, the caller must make the views unreachable.
+Reading a view of an empty storage raises or crashes, so callers hide the views first.
 """
 
 from __future__ import annotations

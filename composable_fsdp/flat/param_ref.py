@@ -1,8 +1,4 @@
-"""``ParamRef``: a sharded parameter and its unit; paths; and replaced parameters.
-
-The names in a plan begin at a module of the unit: in a unit of several modules, two of
-its parameters may have the same name there. A path begins at the root.
-"""
+"""``ParamRef``: a sharded parameter and its unit; paths; and replaced parameters."""
 
 from __future__ import annotations
 
@@ -54,7 +50,6 @@ class ParamRef:
     handle: FlatParamHandle
     region: FlatParameter
     index: int
-    """Index among the parameters of the region."""
 
     @property
     def slot(self) -> ParameterSlot:
@@ -146,8 +141,7 @@ def originals_by_vars() -> dict[int, tuple[FlatParamHandle, int]]:
 # an error; ``optim`` asks ``successor`` about these objects.
 # ``Any``, because torch has no type stubs for this class.
 _replaced: Any = WeakIdKeyDictionary()
-"""By replaced parameter: a weak reference to its unit, and ``ParameterSlot.index``,
-which stays the same when the unit is rebuilt."""
+"""By replaced parameter: a weak reference to its unit, and the index of its slot."""
 _times = 0
 
 

@@ -1,15 +1,6 @@
 """A region of a unit: flat buffers, the leaves that view them, and how it is reduced.
 
-::
-
-    buffer          shape            has memory           viewed by
-    shard           (shard_numel,)   always               sharded leaves (originals)
-    full.buffer     (padded_numel,)  while unsharded      full leaves (for compute)
-    reduce.buffer   (padded_numel,)  during backward      gradients before reduction
-    gradient.shard  (shard_numel,)   until grads cleared  ``.grad`` of sharded leaves
-
-The views of ``shard``, ``full`` and ``reduce`` are created once, at build. The views of
-``gradient`` are created together with ``gradient.shard`` (``flat.gradients``).
+Views of ``shard``, ``full`` and ``reduce`` are created once, at build.
 """
 
 from __future__ import annotations
@@ -31,9 +22,7 @@ class Division(NamedTuple):
     """The divisors of sums over ranks."""
 
     before: float
-    """Divisor of each rank's gradients before the sum."""
     after: float
-    """Divisor of the sum."""
     by_backend: bool
     """Whether the collective itself averages; both divisors are then 1."""
 
@@ -87,23 +76,18 @@ class ReduceRule:
     factor: float | None = None
     """Divisor of the sum over ranks; None: the number of ranks."""
     expert_ranks: int = 1
-    """Ranks whose tokens the unit's experts compute, and so whose losses are in each
-    rank's gradients before any sum."""
+    """Ranks whose losses are in gradients of the unit's experts before any sum."""
     group: GroupRef | None = None
     """The group of reduce-scatters; None: the shard group."""
     all_reduce: bool = True
-    """Whether a reduction includes the all-reduce over the replicate group. If False,
-    the sums of the reduce-scatter wait in ``ReduceBuffer.partial``."""
+    """Whether a reduction all-reduces; else sums wait in ``ReduceBuffer.partial``."""
     fill: bool = False
-    """Whether every trainable parameter takes part in every reduction, with zeros if a
-    rank has no gradient (``features.unused.common_order``)."""
+    """Whether parameters without a gradient on this rank are reduced with zeros."""
     hook: Callable[..., object] | None = None
     """Communication hook of the user, which replaces the collectives and divides."""
     hook_state: Any = None
-    """First argument of ``hook``."""
     keeps_empty: bool = False
-    """Whether leaves without elements on this rank get an empty gradient, as FSDP2
-    gives, and not ``None``, as FSDP1 does."""
+    """Whether leaves without elements get an empty gradient, as in FSDP2."""
     force_sum: bool = False
     """Whether the collectives may only sum, also if the backend can average."""
     after_sum: Callable[[torch.Tensor], None] | None = None
@@ -121,8 +105,7 @@ class FullBuffer(NamedTuple):
     buffer: Tensor
     """``(padded_numel,)``: the shards of all ranks, in rank order."""
     own_slice: Tensor | None
-    """This rank's slice ``(shard_numel,)`` of ``buffer``, if the shard must be copied
-    there before the all-gather; ``None`` if the all-gather reads ``shard``."""
+    """This rank's slice of ``buffer``, if the shard must be copied there; else None."""
     is_own: bool
     """Whether ``buffer`` is a buffer of its own. If not, ``buffer`` is ``shard``."""
     leaves: tuple[nn.Parameter, ...]
@@ -138,17 +121,12 @@ class FlatGradient:
     """The reduced gradient of a region (``flat.gradients``)."""
 
     dtype: torch.dtype
-    """Dtype of ``shard`` (``Dtypes.gradient``)."""
     shown: bytes
-    """Per parameter, 1 if its view of ``shard`` was set as ``.grad``, so that a user
-    may hold the view."""
+    """Per parameter, 1 if its view was set as ``.grad``, so that a user may hold it."""
     unshown: bytes
-    """The initial value of ``shown``, zeros."""
     keeps_empty: bool = False
-    """As ``ReduceRule.keeps_empty``."""
     shard: Tensor | None = None
-    """The reduced gradient of this rank's elements; ``None`` before the first
-    reduction, and once the cleared ``.grad`` of all leaves was noticed."""
+    """The reduced gradient of this rank's elements; None if there is none."""
     views: list[Tensor | None] = field(default_factory=list)
     """``.grad`` of each leaf: a view of ``shard``; ``None`` for an absent one."""
 
@@ -160,17 +138,14 @@ class ReduceBuffer:
     buffer: Tensor
     """Unreduced gradients ``(padded_numel,)``."""
     views: tuple[Tensor, ...]
-    """The view of each parameter's gradient in ``buffer``."""
     gaps: tuple[Tensor, ...]
-    """Views of the padding in ``buffer``."""
     arrived: bytearray
     """Per parameter: 1 if a gradient has arrived that was not reduced yet."""
     waiting: list[Tensor | None]
     """Per parameter: autograd's gradient, until the copy into ``buffer``."""
     # ``Any``: the class is in ``flat.handle``.
     progress: Any = None
-    """The ``BackwardProgress`` of a graph task of which each gradient was announced and
-    is a plain tensor; else None."""
+    """That of a graph task whose gradients were all announced, and plain; else None."""
     owner: Callable[[], Any] = no_owner
     """Weak reference to the unit's state, for the hooks of the full leaves."""
     division: Division = NO_DIVISION
@@ -178,8 +153,7 @@ class ReduceBuffer:
     has_tensor_hooks: bool = False
     """Whether a tensor hook of the user must see a gradient of this reduction."""
     partial: Tensor | None = None
-    """``(shard_numel,)`` in the reduce dtype: sums over the shard group that wait for
-    the all-reduce over the replicate group; ``None`` if none wait."""
+    """``(shard_numel,)``: sums that wait for the all-reduce; None if none wait."""
     temporary: Tensor | None = None
     """Output of a reduction that cannot write into the flat gradient."""
 

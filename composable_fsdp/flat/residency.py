@@ -1,15 +1,9 @@
 """Where the full parameters of a unit are, and who may read the parameters.
 
-Only the functions of this file write ``handle.residency``. They run in every step, so
-each move checks its state inline.
-
-A full leaf may be read from the wait for the all-gather until the reshard. A graph that
-reads it earlier or later would read freed memory, or memory that an all-gather writes.
-Autograd compares version counters at unpacking, so they express which leaves may be
-read: between, a leaf has the version of the sharded leaf, else one that is never right.
-
-``torch._C._autograd._unsafe_set_version_counter`` is private; used only here, checked
-on torch 2.13 and 2.11.
+Only this file writes ``handle.residency``. A full leaf may be read from the wait for
+the all-gather until the reshard: only then its version is the sharded leaf's, which
+autograd compares. ``torch._C._autograd._unsafe_set_version_counter`` is private; used
+only here, checked on torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
@@ -73,10 +67,7 @@ def allocate_full(handle: FlatParamHandle) -> None:
 
 
 def use_full(handle: FlatParamHandle) -> None:
-    """Register the full leaves in the modules. The data of the leaves must be there.
-
-    Raises: CompositionError, as ``refuse_foreign``.
-    """
+    """Register the full leaves, whose data must be there, in the modules."""
     if UNSHARDED not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, UNSHARDED)
     swaps = handle.form.swaps
@@ -196,10 +187,7 @@ def make_unreadable(handle: FlatParamHandle) -> None:
 
 
 def find_changed(text: str) -> tuple[list[str], bool]:
-    """Return the parameters that autograd may have refused to read, from its error.
-
-    And whether they are sharded, or else written to since a forward.
-    """
+    """Return the parameters that autograd may have refused to read; whether sharded."""
     found = _CHANGED.search(text)
     if found is None:
         return [], False
@@ -251,10 +239,7 @@ def foreign_place(handle: FlatParamHandle) -> int | None:
 
 
 def refuse_foreign(handle: FlatParamHandle) -> None:
-    """Refuse tensors of ``torch.func.functional_call`` in the place of parameters.
-
-    Raises: CompositionError.
-    """
+    """Refuse tensors of ``torch.func.functional_call`` in the place of parameters."""
     # Torch puts back what was there before, of a full unit the full leaves, when
     # nothing of this package runs: the unit could not be resharded.
     at = foreign_place(handle)

@@ -1,8 +1,4 @@
-"""What is checked before a step: whole parameters, their state, and their gradients.
-
-Torch's optimizers of whole matrices or norms are refused by name; the audit of the
-first step tells of others. Parameters that every rank holds whole take any optimizer.
-"""
+"""What is checked before a step: whole parameters, their state, and their gradients."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Hooks before and after every optimizer step: check that the step is valid.
 
-An optimizer is checked in full in its first ``_LOOKED_AT`` steps after a module was
-sharded or its parameter lists changed. Later steps pay for three look-ups.
+After the first steps of an optimizer, a step pays for three look-ups.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class _KnownOptimizer:
 
     def __init__(self, at: object, optim: Optimizer) -> None:
         self.at = at
-        """Numbers of ``fully_shard`` calls and of replaced parameters, and identity and
-        length of each group's list."""
+        """Counts of ``fully_shard`` calls and replaced parameters; groups' lists."""
         # Weak, so that a deleted model is free.
         self.handles = tuple([weakref.ref(handle) for handle in handles_of(optim)])
         parameters = parameters_of(optim)

@@ -1,8 +1,4 @@
-"""Assigns every parameter of a tree to a unit, in a single walk from left to right.
-
-A parameter belongs to the nearest enclosing unit. A parameter with places in several
-units is refused, or promoted to the lowest unit above all these places.
-"""
+"""Assigns every parameter of a tree to a unit, in a single walk from left to right."""
 
 from __future__ import annotations
 
@@ -57,7 +53,6 @@ class PlanRequest(NamedTuple):
     ignored_modules: frozenset[nn.Module] = frozenset()
     """Modules whose own parameters stay unsharded; whole subtrees."""
     ignored_parameters: frozenset[int] = frozenset()
-    """Ids of parameters that stay unsharded."""
     tied_params: TiedParams = "error"
     held: Collection[int] = frozenset()
     """Ids of parameters that units of earlier calls may hold."""
@@ -160,7 +155,6 @@ class Unit:
     modules: tuple[nn.Module, ...]
     options: UnitOptions
     parent: int = 0
-    """Index of the enclosing unit; 0 for the root itself."""
     parameters: list[tuple[nn.Parameter, list[Occurrence]]] = field(
         default_factory=list
     )

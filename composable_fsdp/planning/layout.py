@@ -1,19 +1,8 @@
 """The layout of a unit's parameters in flat buffers, as integers and names only.
 
 A region is a contiguous flat buffer of parameters of a single dtype, all trainable or
-all frozen. ``world_size`` equal shards cut the region, never inside a block, and always
-at a multiple of 16 bytes::
-
-    weight (5, 4), bias (8,) in float32; world_size 4
-    numel 28, padded_numel 32, shard_numel 8
-
-    rank 0 [ 0,  8) | weight rows 0-1                |
-    rank 1 [ 8, 16) | weight rows 2-3                |
-    rank 2 [16, 24) | weight row 4     | bias 0-3    |
-    rank 3 [24, 32) | bias 4-7         | padding 4   |
-
-Every parameter starts at a multiple of its block, and ``shard_numel`` is a multiple of
-every block, so each shard boundary falls between two blocks.
+all frozen. Equal shards cut it, never inside a block, at multiples of 16 bytes
+(docs/development/tour.md has a drawing).
 """
 
 from __future__ import annotations
@@ -36,8 +25,7 @@ class Whole(NamedTuple):
     """The shape of the global parameter, as files and the plain model have it."""
     offset: tuple[int, ...]
     axes: tuple[tuple[str, int, int | None], ...]
-    """Per dimension of the tensor-parallel mesh its name, its size, and the dim of the
-    parameter that it cuts; None if its ranks hold equal values."""
+    """Per dim of the TP mesh its name, its size and the dim it cuts, or None."""
 
     def __str__(self) -> str:
         held = [
@@ -94,8 +82,7 @@ class Cuts(NamedTuple):
 
     sizes: tuple[int, ...]
     parameters: tuple[tuple[int, tuple[int, ...] | None], ...]
-    """Of each parameter, the index of its piece and its shape in the buffer; None for
-    the shape of a vector, which the piece has already."""
+    """Per parameter the index of its piece, and its shape; None for a vector."""
     gaps: tuple[int, ...]
     """Indices of the pieces that are padding."""
 
@@ -104,8 +91,7 @@ class ShardCuts(NamedTuple):
     """The parts of the parameters in the shard of a rank."""
 
     parts: tuple[tuple[int, int, int], ...]
-    """Per parameter, (start, stop, offset): elements ``[start, stop)`` of the parameter
-    lie at ``offset`` of the shard."""
+    """Per parameter (start, stop, offset): where elements ``[start, stop)`` lie."""
     cuts: Cuts
     absent: tuple[int, ...]
     """Indices of parameters with elements on other ranks only."""
@@ -123,7 +109,6 @@ class RegionLayout:
     """Least common multiple of the parameters' blocks and the alignment."""
     world_size: int
     numel: int
-    """Elements of all parameters."""
     padded_numel: int
     shard_numel: int
     parameters: tuple[ParameterSlot, ...]

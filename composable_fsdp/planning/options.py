@@ -43,11 +43,8 @@ class Dtypes(NamedTuple):
     """The three dtypes of a region."""
 
     compute: torch.dtype
-    """That of the full parameters in forward and backward."""
     reduce: torch.dtype
-    """That in which gradients are accumulated and reduced."""
     gradient: torch.dtype
-    """That of ``.grad``."""
 
 
 CHECKS = get_args(Report)
@@ -67,10 +64,7 @@ _KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class UnitOptions:
-    """The options of a unit: how the unit is sharded and when the unit communicates.
-
-    Raises: TypeError, PlanError.
-    """
+    """The options of a unit: how the unit is sharded and when the unit communicates."""
 
     strategy: ShardingStrategy = FULL_SHARD
     placement: Placement | None = None

@@ -1,14 +1,4 @@
-"""Makes the layout of a unit: regions, of a cheap partition of block classes.
-
-A shard is an interval of each flattened parameter. Checkpoint formats store rectangles,
-into which ``interval_boxes`` cuts an interval::
-
-    shape (4, 5), interval [3, 17)
-    row 0  . . . A A        A  offsets (0, 3)  sizes (1, 2)  start  0
-    row 1  B B B B B        B  offsets (1, 0)  sizes (2, 5)  start  2
-    row 2  B B B B B        C  offsets (3, 0)  sizes (1, 2)  start 12
-    row 3  C C . . .
-"""
+"""Makes the layout of a unit: regions, of a cheap partition of block classes."""
 
 from __future__ import annotations
 
@@ -45,7 +35,6 @@ class Packing:
     block: int
     """Least common multiple of the blocks and the alignment."""
     padding: int
-    """Elements of the buffer that belong to no member."""
 
 
 # (numel, block) of each parameter, both in elements.

@@ -27,7 +27,6 @@ class Target(NamedTuple):
 
     plan: UnitPlan
     parameters: tuple[tuple[nn.Parameter, ...], ...]
-    """The parameters, by region and then by slot of the region."""
     places: tuple[Place, ...]
     """Every place of every parameter, in the order of ``parameters``."""
     owners: tuple[nn.Module, ...]
@@ -55,8 +54,7 @@ def plan_targets(
 
 
 _Facts = tuple[Any, ...]
-"""What the plan of a parameter follows from: its names, its places as (name from the
-unit, key), and the other arguments of ``UnitOptions.spec``."""
+"""What the plan of a parameter follows from: names, places, arguments of ``spec``."""
 
 
 def _target(

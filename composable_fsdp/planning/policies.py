@@ -1,7 +1,4 @@
-"""Policies: functions of a module tree that return units as ``{module: options}``.
-
-A policy only selects modules; no policy here wraps or changes the tree.
-"""
+"""Policies: functions of a module tree that return units as ``{module: options}``."""
 
 from __future__ import annotations
 
@@ -16,10 +13,8 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
 
 Targets = dict[nn.Module, dict[str, Any]]
-"""The units, and the options of each unit."""
 
 _SHOWN = 8
-"""Largest number of classes that a message lists."""
 
 
 @runtime_checkable
@@ -135,10 +130,8 @@ class CustomPolicy:
 class SizePolicy:
     """Makes units of the smallest subtrees that reach ``min_numel`` elements.
 
-    A module becomes a unit if the parameters below the module that no deeper unit has
-    taken reach ``min_numel`` elements. The decisions equal those of
-    ``size_based_auto_wrap_policy``; the policy makes them in a single pass over the
-    tree.
+    Parameters that a deeper unit has taken do not count. The decisions equal those of
+    ``size_based_auto_wrap_policy``.
 
     Args:
         min_numel: smallest size of a unit, in elements.

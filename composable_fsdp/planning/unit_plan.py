@@ -17,7 +17,6 @@ class Place(NamedTuple):
     fqn: str
     """The parameter's name at this place, from the unit's module."""
     name: str
-    """The parameter's key in ``module._parameters``."""
     slot_index: int
     """Index of the parameter in the unit, whose names need not be unique."""
 
@@ -66,11 +65,7 @@ class UnitPlan:
 
     @property
     def piece_ranks(self) -> int:
-        """Number of pieces of the full parameters that are kept; 0 if none are.
-
-        A rank's piece is coarser than its shard: at rest (``has_rest``), or else
-        between forward and backward.
-        """
+        """Number of pieces of the full parameters that are kept; 0 if none are."""
         rest, between = self.parameter_ranks, self.between_ranks
         if 1 < rest < self.shard_world_size:
             return rest

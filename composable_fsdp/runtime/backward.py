@@ -1,14 +1,8 @@
 """Backward of a unit: where it enters, what it waits for, and where it ends.
 
-Hooks of the graph and of the full parameters call this file, first to last::
-
-    UnitForward.alias        an input that requires grad becomes an alias of this call
-    hook_outputs             at the end of the forward: ``pre_backward`` at the outputs
-    pre_backward             backward enters the unit: unshard
-    arrive                   a gradient waits for the reduction
-    UnitForward.input_done   the last alias of all calls: reshard, then reduce
-
-``graph_task`` ends the units that saw only a part of these, as one without an alias.
+``pre_backward`` at the outputs unshards; ``arrive`` takes a gradient; ``input_done``,
+at the last input's alias, reshards and reduces. ``graph_task`` ends the units that saw
+only a part of these.
 """
 
 from __future__ import annotations
@@ -76,7 +70,6 @@ class UnitForward:
     passage: Any
     """How values enter and leave this forward (``runtime.forward.Passage``)."""
     has_graph: bool
-    """Whether the forward makes a graph of its own."""
     begin: int
     """Number of uses that were recorded before the forward began."""
     form: FullForm
@@ -86,7 +79,6 @@ class UnitForward:
     # Emptied at the end of the forward: a graph node that is held from the hook of one
     # would be a cycle, which keeps the activations alive.
     aliases: tuple[Any, ...] = ()
-    """Nodes of the aliases of the inputs."""
     entry: tuple[Any, UnitForward] | None = None
     """``RuntimeContext.tail``, if an input came from there; emptied alike."""
     # The inner of two first, as their aliases end: whether a tensor has hooks, which
@@ -95,7 +87,6 @@ class UnitForward:
     """Calls that took the output of this one as it is: their backward is over where
     that of this call begins."""
     aliased: bool = False
-    """Whether ``input_done`` will run."""
     inputs: tuple[tuple[Tensor, int], ...] = ()
     """Inputs with their versions at the start; emptied alike."""
     index: int = -1
@@ -458,10 +449,7 @@ def _reduce_ahead(state: _FSDPState, progress: BackwardProgress) -> None:
 
 
 def _on_unexpected_grad(state: _FSDPState, handle: FlatParamHandle) -> None:
-    """Have the end of the graph task reduce a gradient that no pre-backward announced.
-
-    Raises: PhaseError, if the unit is sharded: operations before may have read garbage.
-    """
+    """Have the end of the graph task reduce a gradient that was not announced."""
     context = state.context
     assert context is not None
     if handle.backward.task in context.dead:

@@ -52,8 +52,7 @@ from composable_fsdp.tree.state import RuntimeContext, _FSDPState, is_below, roo
 
 # These three of torch are private; used here only, checked on torch 2.13 and 2.11.
 current_task: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the id of the graph task that runs on this thread; ``NO_TASK`` outside
-backward."""
+"""Return the id of this thread's graph task; ``NO_TASK`` outside backward."""
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Return whether the graph task that is running will execute the node."""
 FSDP_HOOK_KEY = -1
@@ -73,10 +72,7 @@ def run_backward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run the engine by ``run``; ``refuse`` inputs that are sharded parameters.
-
-    Raises: PhaseError, naming a parameter that the graph reads while it is sharded.
-    """
+    """Run the engine by ``run``; ``refuse`` inputs that are sharded parameters."""
     global _other_requests
     # ``args``: grad_outputs, retain_graph, create_graph, inputs.
     of_others = len(args) > 3 and bool(args[3])
@@ -327,10 +323,7 @@ def reset_backward(handle: FlatParamHandle) -> None:
 
 
 def finish_task(context: RuntimeContext, task: int) -> None:
-    """Finish a graph task: reduce and reshard the units that no hook has finished.
-
-    Raises: DesyncError, if another rank reduces more units.
-    """
+    """Finish a graph task: reduce and reshard the units that no hook has finished."""
     if context.filling and len(context.tasks) == 1:
         for order in tuple(context.filling):
             order.issue_until(context, -1)

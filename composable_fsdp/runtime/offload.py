@@ -1,8 +1,6 @@
 """Copies of gradients to the host, for units with offloaded shards.
 
-A copy is ordered by the reduce stream only (of hybrid units the all-reduce stream): no
-parameter shows it until the host has waited, once, at the end of backward. Then the
-copied sums become ``.grad``, as those of other units do at once.
+No parameter shows a copy until the host has waited, once, at the end of backward.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Begin an iteration, and reset a tree after a forward or backward that raised.
 
-A backward that raises runs no hook of ours: the next entry (a forward, a state dict)
-finds graph tasks that have not ended and resets their units, without waiting for ranks.
+A backward that raises runs no hook of ours: the next entry finds graph tasks that have
+not ended and resets their units, without waiting for ranks.
 """
 
 from __future__ import annotations
@@ -210,10 +210,7 @@ def end_iteration(context: RuntimeContext) -> None:
 
 
 def keep_if_current(handle: FlatParamHandle) -> bool:
-    """Return whether a unit that was kept full after backward can be used as is.
-
-    Raises: PhaseError, if the shards were written to since.
-    """
+    """Return whether a full unit is current; PhaseError after a write to shards."""
     shown = handle.residency is UNSHARDED
     # ``shards_are_unchanged`` requires that the modules show the sharded parameters.
     if shown:
@@ -266,7 +263,6 @@ def mode_of(context: RuntimeContext, handle: FlatParamHandle) -> Hashable:
 def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     """Reshard every unit and reset all forwards and backwards that were running.
 
-    ``drop_gradients`` also discards gradients that have arrived and were not reduced.
     Raises: RuntimeError, if a collective of this rank has failed, after the reset.
     """
     failed: RuntimeError | None = None
@@ -308,10 +304,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
 
 
 def require_between_steps(state: _FSDPState, what: str) -> None:
-    """Ensure that the tree of ``state`` is between steps and shows sharded parameters.
-
-    Raises: PhaseError, with ``what`` as the caller's name, inside of anything else.
-    """
+    """Raise PhaseError, unless the tree of ``state`` is between steps and sharded."""
     context = state.context
     if context is None:
         moments.changes.adopt(state, values_required=False)

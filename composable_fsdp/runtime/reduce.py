@@ -1,19 +1,9 @@
 """Reduction of gradients: from the reduce buffers to ``.grad`` of sharded parameters.
 
-A rank has one reduction in flight, and the next finishes it first; of a hybrid unit the
-all-reduce, on a stream and a communicator of its own, may outlast the next one::
-
-    compute    [.. k+1 ..]  [.. k ..]   [wait scattered(k+1)]   [wait summed(k+1)]
-    reduce             [reduce-scatter k+1]  [reduce-scatter k]
-    all-reduce                            [== all-reduce k+1 ==][== all-reduce k ==]
-
-Reduce buffers and full buffers use the same memory by turns, which the gather stream
-allocates and frees. On CPU the host waits for the reduction, on CUDA for nothing.
-
-Ranks that do not divide a sum between them are the sum group (``Groups``)::
-
-    reduce buffer (padded_numel,) -reduce-scatter-> target (shard_numel,)
-        + sums of earlier reductions -all-reduce over the sum group-> target
+A rank has one reduction in flight, and the next finishes it first; a hybrid unit's
+all-reduce, on a stream and a communicator of its own, may outlast the next one. Reduce
+and full buffers use the same memory by turns, which the gather stream allocates and
+frees. On CPU the host waits for the reduction, on CUDA for nothing.
 """
 
 from __future__ import annotations
@@ -99,9 +89,6 @@ def copy_grads_to_reduce_buffers(
 
 def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Average the arrived gradients over the ranks and give each parameter its part.
-
-    Reads the reduce buffers ``(padded_numel,)``; ``.grad`` become views of the flat
-    gradient ``(shard_numel,)``, with earlier gradients added.
 
     Raises: DesyncError, if another rank reduces another unit or other parameters.
     Collective: one reduce-scatter per reduce dtype over the shard group, then one
@@ -211,11 +198,8 @@ def finish_reduction(
 ) -> None:
     """Wait for the reductions in flight, free the reduce buffers, and set ``.grad``.
 
-    ``ahead_of``: the unit that sends next. On CUDA the all-reduce of another unit then
-    stays in flight.
-
-    Collective: on CPU one all-reduce per reduce dtype over the sum group (``Groups``),
-        if it is not that of the reduce-scatter; else none.
+    On CUDA an all-reduce stays in flight if another unit, ``ahead_of``, sends next.
+    Collective: on CPU one all-reduce per reduce dtype over the sum group, if any.
     """
     if context.all_reducing is not None:
         _finish_all_reduce(context, context.all_reducing)

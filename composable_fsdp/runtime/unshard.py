@@ -1,27 +1,8 @@
 """Unshard and reshard a unit, and manage the memory of the full buffers.
 
 On CUDA each full buffer has one owner, the gather stream, and one event that frees it,
-``events.free``, recorded at the reshard on the stream of the last reader::
-
-    gather   [wait free(k-2)] [all-gather k]---event k
-    compute  [ ...     k-1    ...          ]  [wait event k] [ ... k ... ]--free(k)
-
-What gives the full parameters up, and what becomes of their memory::
-
-    reshard         the modules show shards; freed (on CUDA later), unless a second
-                    backward keeps it, or a parameter that a user kept
-    keep_full       the modules show shards; stays, filled, for the next forward
-    end_use         ``reshard`` or ``keep_full``, as the unit is set
-    release         as ``reshard``; not kept for a second backward
-    discard_full    as ``reshard``; the next use gathers again in any case
-    drop_unused     ``reshard`` of units that were prefetched in vain
-
-    residency.free_full     the move itself: freed now
-    residency.defer_free    freed later by the gather stream, behind the last reader
-    residency.move          to SHARDED: nothing is freed; may be written over
-    residency.leave_full    left to a collective that failed and may still write
-
-A prefetch reads the next unit from a record that is equal on all ranks.
+``events.free``, recorded at the reshard on the stream of the last reader. A prefetch
+reads the next unit from a record that is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -94,10 +75,7 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
 def _gather(
     context: RuntimeContext, handle: FlatParamHandle, *, async_op: bool
 ) -> tuple[Waitable | None, GroupRef | None]:
-    """Copy cast or offloaded shards into their slices of ``full``, then all-gather.
-
-    Returns what to wait for, and the group over which the full buffers were gathered.
-    """
+    """Fill ``full`` by an all-gather; return what to wait for, and the group."""
     form = handle.form
     full, shards = form.gather_lists
     work, ref, source = None, handle.groups.shard_ref, form.source
@@ -349,10 +327,7 @@ def prefetch_forward(context: RuntimeContext, state: _FSDPState) -> None:
 def prefetch_listed(
     context: RuntimeContext, state: _FSDPState, listed: tuple[_FSDPState, ...]
 ) -> None:
-    """Unshard the units that the user listed for ``state``, in the order of the list.
-
-    Raises: CompositionError, if a listed unit belongs to another tree.
-    """
+    """Unshard the units that the user listed for ``state``, in that order."""
     for target in listed:
         if target.context is not context:
             raise CompositionError(

@@ -1,12 +1,6 @@
 """SHARDED_STATE_DICT: tensors that know which part of the full value this rank holds.
 
-A ``ShardedValue`` has the shape of the full parameter and memory for this rank's part
-alone. torch.distributed.checkpoint (DCP) asks the value for boxes::
-
-    weight (5, 4) on 2 ranks, shard_numel 12
-
-    rank 0   shape (5, 4), local (3, 4)   box at (0, 0) of size (3, 4)
-    rank 1   shape (5, 4), local (2, 4)   box at (3, 0) of size (2, 4)
+torch.distributed.checkpoint (DCP) asks a ``ShardedValue`` for boxes.
 """
 
 from __future__ import annotations
@@ -67,13 +61,11 @@ class ShardedValue(Tensor):
     """This rank's part of a parameter, or of element-wise optimizer state.
 
     ``shape``, ``size()``, ``dtype`` and ``device`` describe the full value; ``local``
-    holds this rank's elements ``[start, stop)`` of the flattened full value, in the
-    sharded parameter's shape. They are the memory of the shard where DCP or FSDP2's
-    door asks, and a copy under ``state_dict_type``, as in FSDP2 and FSDP1.
+    holds this rank's elements ``[start, stop)`` of the flattened full value: the memory
+    of the shard where DCP or FSDP2's door asks, and a copy under ``state_dict_type``.
 
-    Element-wise operators of equally cut values and numbers work on these elements, as
-    an average of state dicts needs. Operators that need the full value raise
-    ``TypeError``, except in state-dict hooks, where they gather it.
+    Element-wise operators of equally cut values and numbers work on these elements.
+    Operators that need the full value raise ``TypeError``, but gather in hooks.
     """
 
     # Ordinary attributes, because torch's stagers copy each attribute.

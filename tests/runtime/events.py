@@ -37,18 +37,3 @@ def watched() -> Iterator[list[Event]]:
 
 def units_of(events: list[Event], what: str) -> list[str]:
     return [unit for kind, unit in events if kind == what]
-
-
-def unused(events: list[Event]) -> list[str]:
-    """Units that were gathered and freed without a use in between."""
-    waiting: set[str] = set()
-    wasted = []
-    for kind, unit in events:
-        if kind == "gather":
-            waiting.add(unit)
-        elif kind == "use":
-            waiting.discard(unit)
-        elif kind == "free" and unit in waiting:
-            wasted.append(unit)
-            waiting.discard(unit)
-    return wasted

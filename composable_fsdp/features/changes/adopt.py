@@ -1,7 +1,4 @@
-"""Takes up changes that were made to a unit's parameters outside the step.
-
-The next use of a unit detects the change. ``tree.moments.changes`` is this module.
-"""
+"""Takes up changes that were made to a unit's parameters outside the step."""
 
 from __future__ import annotations
 
@@ -43,10 +40,7 @@ from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
 
 @outside_transforms
 def adopt(state: _FSDPState, *, values_required: bool = True) -> None:
-    """Make the shards of the sharded unit hold what the modules show.
-
-    Collective: none, except as ``finish_reduction``.
-    """
+    """Make the shards of the sharded unit hold what the modules show."""
     handle, context = state.handle, state.context
     if shards_are_unchanged(handle):
         return
@@ -78,10 +72,7 @@ def adopt(state: _FSDPState, *, values_required: bool = True) -> None:
 
 @outside_transforms
 def follow_flags(state: _FSDPState) -> bool:
-    """Move parameters that were frozen or unfrozen to regions of their kind.
-
-    Collective: none, except as ``finish_reduction``.
-    """
+    """Move parameters that were frozen or unfrozen to regions of their kind."""
     handle = state.handle
     if all(p.requires_grad is full.requires_grad for *_, p, full in handle.swaps):
         return False
@@ -307,10 +298,7 @@ def _rebuild(
     *,
     device: torch.device,
 ) -> None:
-    """Build the regions of an idle unit anew over ``leaves``, by slot index.
-
-    ``trains``: by slot index, whether the parameter is in a trainable region.
-    """
+    """Build the regions of an idle unit anew over ``leaves``, by slot index."""
     forget_leaves(handle)
     before = handle.layout
     origin: list[RegionLayout] = []
@@ -350,15 +338,7 @@ def _rebuild(
 def split_region(
     layout: RegionLayout, trainable: Sequence[bool]
 ) -> tuple[RegionLayout, ...]:
-    """Return the parts of a region, trainable and frozen; ``trainable`` is per slot.
-
-    An optimizer holds state for the elements that this rank has of a parameter, and no
-    collective moves that state. So elements stay on their rank; a dot is padding::
-
-        a (6), b (4), c (6) on two ranks    [ a a a a a a b b | b b c c c c c c ]
-        a frozen: b and c                   [ . . . . . . b b | b b c c c c c c ]
-                  a                         [ a a a a a a | . . . . . . ]
-    """
+    """Return the parts of a region, whose elements stay on their rank."""
     parts = []
     for flag in (True, False):
         chosen = [

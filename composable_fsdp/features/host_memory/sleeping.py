@@ -1,10 +1,8 @@
 """Models that sleep: what they hold leaves the device and comes back.
 
-Each storage is copied as bytes and resized to 0, so that tensors, leaves, views and
-optimizers stay the same objects; those that a user can reach show empty data, because a
-kernel over the others would crash. The bytes come back at other addresses, so
-``memory.moves`` tells a ``capture`` to record its graphs again.
-Seam: ``RuntimeContext.summoned``, by which calls are refused.
+Storages are copied as bytes and resized to 0, so tensors, views and optimizers stay the
+same objects. Those that a user can reach show empty data: kernels would crash on a
+freed storage.
 """
 
 from __future__ import annotations
@@ -53,10 +51,9 @@ def sleep(
 ) -> None:
     """Move parameters, gradients, buffers and states to the host, until ``wake``.
 
-    Afterwards the model holds no device memory, for an inference engine to use. Each
-    storage has a pinned host buffer, which torch keeps for the next sleep. A forward, a
-    step, a save or a state dict is an error meanwhile, and parameters show no elements.
-    On the CPU the same happens in ordinary memory. With ``CPUOffload`` the shards stay.
+    Afterwards the model holds no device memory, for an inference engine to use. A
+    forward, a step, a save or a state dict is an error meanwhile, and parameters show
+    no elements. With ``CPUOffload`` the shards stay.
 
     Args:
         model: holds fully sharded modules, on either path, with all its units.

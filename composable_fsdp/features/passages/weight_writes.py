@@ -1,8 +1,4 @@
-"""Copying a forward's writes to the unit's weights into the shards.
-
-The version counter of a leaf tells of a write in place. A write through ``.data`` is
-found by the first forwards, which compare values; then every later forward copies all.
-"""
+"""Copying a forward's writes to the unit's weights into the shards."""
 
 from __future__ import annotations
 
