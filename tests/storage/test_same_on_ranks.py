@@ -23,7 +23,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import CheckpointError
-from tests.storage.test_spread import options_of
+from tests.storage.test_async import options_of
 from tests.storage.test_wrappers import Half
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount, message_of
