@@ -22,7 +22,6 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.doors.checkpoint_wrapper import checkpoint_wrapper
 from composable_fsdp.state_dict import ShardedValue
 from property_tests.live import batches, examples
 from tests.support.models import TinyGPT, build, legal_units, module_at
@@ -57,26 +56,6 @@ def net(path: str) -> nn.Module:
 def same(got: Any, expected: dict[str, Tensor]) -> None:
     """Equal names in equal order, and values bit by bit."""
     assert differences(got, expected) == {}
-
-
-@pytest.mark.req("P-17")
-@both_paths
-@on_ranks(2)
-def test_the_state_dict_of_a_part_has_whole_values(world: World, path: str) -> None:
-    """Also where others hold the part; one gather per unit."""
-    core: Any = core_of(gpt(path))
-    plain = TinyGPT()
-
-    same(core.norm.state_dict(prefix="a."), plain.norm.state_dict(prefix="a."))
-    holder = nn.ModuleDict({"b": core.norm, "a": nn.Sequential(core.head)})
-    other = nn.ModuleDict({"b": plain.norm, "a": nn.Sequential(plain.head)})
-    same(holder.state_dict(), other.state_dict())
-    same(checkpoint_wrapper(core.head).state_dict(), plain.head.state_dict())
-    block = core_of(core.blocks[0])
-    for module, gathers in ((core, 3), (core.blocks, 2), (block.up, 1), (core.norm, 1)):
-        with record() as calls:
-            module.state_dict()
-        assert len(calls) == gathers, calls
 
 
 class Interrupted(Exception):
@@ -140,6 +119,11 @@ def test_the_state_dict_of_a_part_follows_the_setting(world: World) -> None:
     assert all(isinstance(value, ShardedValue) for value in sharded.values())
     with unshard_params(model):
         same(norm.state_dict(), whole)
+    core = core_of(model)
+    for module, gathers in ((core, 3), (core.blocks, 2), (core.head, 1), (norm, 1)):
+        with record() as calls:
+            module.state_dict()
+        assert len(calls) == gathers, calls
 
 
 @pytest.mark.req("P-17")
