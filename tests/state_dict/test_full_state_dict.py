@@ -247,17 +247,8 @@ def test_inside_forward_and_backward_it_is_refused_between_them_it_works(
             f"PhaseError: {name} was called on (root) inside backward"
         )
     loss = loss_of(model, x)
-    between = model.state_dict()
-    loss.backward()  # type: ignore[no-untyped-call]
-    loss = loss_of(model, x)
-    model.load_state_dict(between)
-    # As on a plain model: backward would be that of other weights.
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    assert differences(between, state) == {}
     assert differences(model.state_dict(), state) == {}
-    assert all((p.grad is None) == (not p.numel()) for p in model.parameters())
+    loss.backward()  # type: ignore[no-untyped-call]
 
 
 class Added(nn.Module):

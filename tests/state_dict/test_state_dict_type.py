@@ -34,6 +34,7 @@ from composable_fsdp.config import FULL_BY_DEFAULT
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.state_dict import get_state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue
+from tests.optim.test_dcp_optim import trained
 from tests.support.memory import LiveBytes
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
@@ -116,13 +117,6 @@ def test_a_wrong_type_or_configuration_is_refused_and_nothing_is_set(
     assert get_state_dict_type(model) == FULL_BY_DEFAULT
 
 
-def trained(world: World, path: str, **options: Any) -> tuple[nn.Module, Any]:
-    model = gpt(path, **options)
-    optimizer = adamw(model.parameters())
-    step(model, optimizer, world.rank, 0)
-    return model, optimizer
-
-
 @on_ranks(4)
 def test_of_several_replicas_the_first_rank_of_the_first_has_everything(
     world: World,
@@ -159,27 +153,6 @@ def test_local_state_goes_out_and_comes_back_without_communication(
     assert calls == []
     assert list(saved) == list(TinyGPT().state_dict())
     assert {type(values["exp_avg"]) for values in optimizer.state.values()} == {Tensor}
-
-
-@pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL], ids=lambda kind: kind.name)
-@on_ranks(2)
-def test_state_of_whole_parameters_may_have_any_shape(
-    world: World, kind: StateDictType
-) -> None:
-    """Adafactor's rows and columns go out and in, whatever the type of state dict."""
-    model = fully_shard(tiny_mlp(), strategy=ShardingStrategy.NO_SHARD)
-    optimizer: Any = torch.optim.Adafactor(model.parameters())
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    before = copy.deepcopy(optimizer.state_dict())
-
-    with state_dict_type(model, kind):
-        state = optim_state_dict(model, optimizer)
-        optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, state))
-
-    after = optimizer.state_dict()["state"]
-    for number, values in before["state"].items():
-        assert differences(after[number], values) == {}
 
 
 @on_ranks(2)
