@@ -131,8 +131,8 @@ def test_of_several_replicas_the_first_rank_of_the_first_has_everything(
 ) -> None:
     """Of four ranks in two replicas one saves, and all four load what it has."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    hybrid = {"strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
-    model, optimizer = trained(world, "wrapper", **hybrid)
+    strategy = ShardingStrategy.HYBRID_SHARD
+    model, optimizer = trained(world, "wrapper", strategy=strategy, device_mesh=mesh)
     whole = optim_state_dict(model, optimizer)
     fresh = adamw(model.parameters())
 
