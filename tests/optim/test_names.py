@@ -149,40 +149,6 @@ def test_a_module_that_shows_its_child_as_itself_gives_names_once(
     assert len(said) == 2
 
 
-class Tricky(nn.Module):
-    """Children of names that look like wrappers and are none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.module = nn.Linear(8, 4)
-        self.my_fsdp_wrapped_module = nn.Linear(4, 4)
-        self._fsdp_wrapped_module_2 = nn.Linear(4, 4)
-        self.weights = nn.ModuleDict({"module": nn.Linear(4, 3)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.my_fsdp_wrapped_module(self.module(x))
-        out: Tensor = self.weights["module"](self._fsdp_wrapped_module_2(x))
-        return out
-
-
-@pytest.mark.req("S1-09")
-@both_paths
-@on_ranks(2)
-def test_children_named_like_wrappers_keep_their_names(world: World, path: str) -> None:
-    """A child called ``module`` and names with a wrapper's inside, in every state."""
-    model: Any = Tricky()
-    plain = copy.deepcopy(model)
-    for name in ("module", "my_fsdp_wrapped_module", "_fsdp_wrapped_module_2"):
-        setattr(model, name, put(getattr(model, name), path))
-    model = put(model, path)
-    ours, reference = (optim.AdamW(m.parameters()) for m in (model, plain))
-    train_sharded(model, ours, world, range(1))
-    train_plain(plain, reference, world.world_size, range(1))
-
-    require_states(model, plain, ours, reference)
-
-
 @on_ranks(2)
 def test_a_state_may_lack_what_no_unit_cuts(world: World) -> None:
     """The rest is loaded, as with FSDP1; what a unit holds may not be missing."""

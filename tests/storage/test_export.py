@@ -25,7 +25,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp import fully_shard as torch_fsdp2
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from composable_fsdp import Block, convert, fully_shard, load, optim_state_dict, save
+from composable_fsdp import Block, convert, fully_shard, load, save
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.planning.partition import interval_boxes
@@ -41,7 +41,6 @@ from tests.support.sharded import (
     both_paths,
     gpt,
     one_to_three_ranks,
-    step,
 )
 from tests.support.world import World
 
@@ -125,32 +124,6 @@ def test_a_tied_model_is_exported_with_the_plain_names(
     kinds = {call.op for call in calls}
     assert kinds <= {"gather", "all_gather_object"}
     assert "head.weight" not in load_file(out)
-
-
-def check_run(world: World, folder: str) -> None:
-    model = gpt("composable", tied_head=True)
-    optim = torch.optim.AdamW(model.parameters())
-    step(model, optim, world.rank, 0)
-    save(Path(folder) / "native", model, optim, extra={"epoch": 1})
-    full = {"model": dict(model.state_dict()), "optim": optim_state_dict(model, optim)}
-    if world.rank == 0:
-        torch.save(full, Path(folder) / "expected.pt")
-
-
-@pytest.mark.req("U-06")
-def test_what_several_ranks_saved_converts_to_what_gathering_gives(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """Weights, ties and optimizer state of a sharded run, by the plain names."""
-    ranks(3).run(check_run, str(tmp_path))
-
-    with open_source(tmp_path / "expected.pt") as expected:
-        gathered = {**everything(expected), "extra": {"epoch": 1}}
-    formats: list[Any] = ["dcp", "torch", "native"]
-    for to in formats:
-        convert(tmp_path / "native", tmp_path / f"to-{to}", to)
-        with open_source(tmp_path / f"to-{to}") as out:
-            assert _same(everything(out), gathered), to
 
 
 @on_ranks(2)
