@@ -263,6 +263,11 @@ a write between forward and backward
         strategy={FULL_SHARD/HALF} optimizer=adamw
     linear + {linear/mul} | train 0 keep; forward 1; {step/write 5 no_grad}; backward |
         strategy={FULL_SHARD/HALF}
+a write by a call between forward and backward
+    linear + linear | save; forward 1; {load/single 1 set_param/summon 0 True True};
+        backward | strategy={FULL_SHARD/HALF/WHOLE}
+    linear + linear | save; forward 1; {load/single 1 set_param/summon 0 True True};
+        backward | {offload/low}
 gradients that are kept
     linear + mul | train 0 keep; keep {none/odd/even/all}; forward 1; backward; swap 0
         0; forward 2; backward; step
@@ -377,9 +382,6 @@ a unit that writes its weights, with a module inside a transform
         save | pairs
 a wire format inside a transform, and parameters that leave their region
     linear call={jvp/vjp/vmap} + linear | forward 0; backward; freeze 1; STEPS | wire
-units in another order than the plan's, in slots
-    linear + linear + linear call=skip | train 0; train 1; alone 3 0; alone 1 0;
-        alone 2 1; train 2; train 0 | strategy={HALF/FULL_SHARD} arena={shared/apart}
 gradients to which a backward adds nothing
     linear (linear unit= call=skip) | forward 0; backward; forward 1; backward; forward
         2; backward; forward 3; backward; step | offload

@@ -1,11 +1,8 @@
-"""Carrying out a program on one rank, beside the plain model of every rank.
+"""Carrying out a program on one rank, beside one plain script per rank in this process.
 
-The plain side is data parallelism by hand: one plain script per rank, all in this
-process, whose gradients are averaged after each backward that reduces. So a rank needs
-no other one to know what is right, also when ours raises or hangs.
-
-An action ends alike on both sides: with equal numbers, or with an error on both. Ours
-may refuse by name what ``REFUSALS`` lists. A program ends with the first error.
+The gradients of these are averaged after each backward that reduces. An action ends
+alike on both sides, with equal numbers or with an error, which ends the program; ours
+may refuse by name what ``REFUSALS`` lists.
 """
 
 from __future__ import annotations

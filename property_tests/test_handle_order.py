@@ -1,8 +1,6 @@
-"""The headline: one order of handles, whatever the path, the style and the rank.
+"""One order of handles, whatever the path, the style and the rank.
 
-On every rank, the units and the parameters of each unit come in the order of
-``.modules()`` of the plain model, for manual, auto and hybrid application, on both
-paths. What is expected is read off an unsharded twin, never off our own traversal.
+It is that of ``.modules()`` of an unsharded twin, never of our own traversal.
 """
 
 from __future__ import annotations

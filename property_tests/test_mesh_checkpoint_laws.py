@@ -1,8 +1,6 @@
 """A native checkpoint of any mesh gives any other mesh the same model and optimizer.
 
-Whatever the shapes, the cuts of each tensor, the place of the shards, the dtype of the
-moments, and whether a tensor is in a unit: each element is in the files once, and comes
-back on any other placement, bit by bit.
+Each element is in the files once, and comes back on any other placement, bit by bit.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Models whose ranks hold other experts, or other columns, train as without sharding.
 
-Whatever the mesh, the experts, the plan of ``parallelize_module``, the units, the
-placements and the place of the shards are: after two steps with clipping, the norm,
-every parameter and the optimizer state are those of the other side. For experts that is
-the plain model, which computes all tokens itself; for tensor parallelism,
-``parallelize_module`` alone, with gradients averaged by hand.
+The other side is the plain model, which computes all tokens itself; for tensor
+parallelism ``parallelize_module`` alone, with gradients averaged by hand. Equal are the
+norm, every parameter and the optimizer state after two steps with clipping.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Build the package, install the wheel beside nothing else, and run the quickstart.
+"""Build sdist and wheel, install beside nothing but torch, and run the quickstart.
 
-    python -m tests.package
-
-The sdist is built first and the wheel from it. The new environment sees torch, but not
-the checkout: its path file adds the packages of this environment, without the editable
-installation, which is a path file itself.
+python -m tests.package
 """
 
 from __future__ import annotations

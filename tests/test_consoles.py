@@ -1,10 +1,8 @@
 """Commands that pages show print what the pages show.
 
-A ``console`` block has commands after ``$ `` and their output. ``...`` stands for any
-text, also of several lines, as in doctests: paths, times, and parts left out. The
-blocks of a page run in order in one folder, which holds the scripts of the page. A
-comment before a block may say ``test`` and code that runs first, or ``not run`` and the
-reason.
+A ``console`` block has commands after ``$ `` and their output; ``...`` is any text.
+Blocks of a page run in order in one folder. A comment before a block may say ``test``
+and code that runs first, or ``not run`` and the reason.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Every code block of README.md and of the documentation runs.
 
-A ``python`` block is a script, whose first line is a comment with its command, or a
-fragment. A script runs as a reader runs it: in fresh processes, by that command; the
-blocks below it, up to the next script, go on in it. Other fragments run in this process
-on one rank, after the blocks above them, with the names of a model that
-``how_to/index.md`` describes (`tests.support.page_names`) and what the page itself
-imports. A comment before a block, which readers do not see, may say ``test`` and code
-that runs first, or ``not run`` and the reason. Notebooks run, too; pictures and tables
-that programs make are as these make them.
+A ``python`` block whose first line is a comment with its command is a script, which
+runs by it with the blocks below. Other blocks run in this process, in order, with the
+names that ``how_to/index.md`` describes. A comment before a block may say ``test``
+and code that runs first, or ``not run`` and the reason.
 """
 
 from __future__ import annotations

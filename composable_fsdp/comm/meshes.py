@@ -285,8 +285,16 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
             first -= at // strides[name] % sizes[name] * strides[name]
         steps = [range(0, sizes[name] * strides[name], strides[name]) for name in names]
         row = tuple(members[first + sum(each)] for each in product(*steps))
-        if row == tuple(range(dist.get_world_size())):
+        everyone = range(dist.get_world_size())
+        if row == tuple(everyone):
             return dist.group.WORLD
+        # Of a pair, this rank knows its own row and column alone.
+        if len({*row} & {*everyone}) < len(row):
+            raise PlanError(
+                f"{name_of(chosen)} expects a tuple of process groups that are the "
+                f"rows and columns of a grid, with equal steps between ranks; got one "
+                f"that gives ranks {list(row)}. Pass a 2-D device_mesh."
+            )
         return group_like(ranks.shard, "placement", row)
 
     steps = [over(names) for names in dims.steps]

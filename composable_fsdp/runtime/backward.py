@@ -36,6 +36,7 @@ from composable_fsdp.runtime.graph_task import (
     awaits_gradients,
     begin_unit_backward,
     current_task,
+    earlier_forward,
     register_task_end,
     reset_failed_graph_tasks,
     will_run,
@@ -112,10 +113,9 @@ class UnitForward:
         context = self.state.context
         assert context is not None
         tail, streams = context.tail, context.streams
-        # The output of the unit before as it is: the hook there ends this call, too. It
-        # runs behind hooks of the user on the tensor, and after all its users, which
-        # may cost the memory of this unit. Not of a call on a stream of its own: the
-        # stream of that hook need not be behind its last reader (``reshard``).
+        # The output of the unit before as it is: the hook there ends this call, too,
+        # behind hooks of the user on the tensor and all its users. Not a call on a
+        # stream of its own, behind which that of the hook need not be (``reshard``).
         if (
             tail is not None
             and tail[0] is tensor.grad_fn
@@ -188,42 +188,44 @@ class UnitForward:
 def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> bool:
     """Register ``pre_backward`` on the outputs; return if a backward can come."""
     aliases, entry = call.aliases, call.entry
-    older = -1 if entry is None else entry[0]._sequence_nr()
+    since = -1 if entry is None else entry[0]._sequence_nr()
     # ``forget_inputs``, inlined: a call per forward.
     call.aliases, call.inputs, call.entry = (), (), None
     if len(tensors) == 1 and tensors[0]._base is None:
         node = tensors[0].grad_fn
         nodes = [] if node is None else [node]
     else:
-        nodes = grad_fns_of(tensors, max(first_number(aliases), older + 1))
+        nodes = grad_fns_of(tensors, max(first_number(aliases), since + 1))
     if not nodes and torch._C._functorch.peek_interpreter_stack() is not None:
         inside = PASSAGES["full"].below_transforms(tensors)
         nodes = grad_fns_of(inside, first_number(aliases))
     if not nodes:
         return False
-    enters: Any = None
-    early: tuple[Any, ...] = ()
-    if entry is not None:
-        # Outputs of before the unit, or its input. Such a node may lead to the inputs,
-        # and a hook there that held them would be a cycle.
-        early = tuple([node for node in nodes if node._sequence_nr() <= older])
-        if len(early) < len(nodes):
-            enters = entry[0]
-            aliases = (enters, *aliases)
-            entry[1].followers += (call,)
+    older: list[Any] = []
+    if entry is not None and (nodes[1:] or nodes[0]._sequence_nr() <= since):
+        # Outputs of before the unit, which may lead to its input, or are its input: a
+        # hook that held the node of the input would be a cycle.
+        older = [node for node in nodes if node._sequence_nr() <= since]
+        nodes = [node for node in nodes if node not in older]
+        tensors = [each for each in tensors if each.grad_fn not in older]
+    enters = None
+    if entry is not None and nodes:
+        enters = entry[0]
+        aliases = (enters, *aliases)
+        entry[1].followers += (call,)
     call.aliased = bool(aliases)
     # A single alias is not counted: it runs behind all other nodes of the forward.
-    counted = () if len(aliases) == 1 else _counted(aliases, nodes)
+    counted = _counted(aliases, nodes) if aliases[1:] else ()
     hook = partial(pre_backward, call, counted, enters)
     for node in nodes:
-        bare = node in early
-        node.register_prehook(partial(pre_backward, call, (), None) if bare else hook)
+        node.register_prehook(hook)
+    for node in older:
+        node.register_prehook(partial(pre_backward, call, (), None))
     for tensor in tensors:
-        hooked = tensor._backward_hooks or tensor._base is not None
-        if hooked and tensor.grad_fn not in early:
+        if tensor._backward_hooks or tensor._base is not None:
             _put_first(hook, tensor)
     if adds:
-        _add_use(call, nodes)
+        _add_use(call, [*nodes, *older])
     # Without an alias no ``input_done`` counts this call down, as intended: the
     # gradient may flow to an attribute or a closure until the graph task ends.
     calls, handle = call.order.graphs, call.state.handle
@@ -246,7 +248,7 @@ def _add_use(call: UnitForward, nodes: list[Any]) -> None:
     assert context is not None
     # The hook of a unit inside, on the same node, runs first.
     if context.tail is None or context.tail[0] is not nodes[0]:
-        context.tail = (nodes[0], call) if len(nodes) == 1 else None
+        context.tail = None if nodes[1:] else (nodes[0], call)
 
 
 def grad_fns_of(tensors: Iterable[Tensor], since: int) -> list[Any]:
@@ -367,15 +369,6 @@ def pre_next_backward(call: UnitForward, _: object = None) -> None:
     if handle.residency in NOT_GATHERED:
         unshard(context, handle)
     wait_unsharded(handle)
-
-
-def earlier_forward(what: str) -> PhaseError:
-    """Return the error of a backward that reaches ``what`` by a graph of before."""
-    return PhaseError(
-        f"Backward reached {what} through a forward that ran before the unit's "
-        "parameters were frozen, unfrozen, cast, moved or replaced. Run backward "
-        "before the next forward, or change parameters between steps."
-    )
 
 
 # A function per index serves all units: a hook is then a single object, the bound

@@ -128,6 +128,15 @@ def _full_param_requested(handle: FlatParamHandle, leaf: object) -> PhaseError:
     )
 
 
+def earlier_forward(what: str) -> PhaseError:
+    """Return the error of a backward that reaches ``what`` by a graph of before."""
+    return PhaseError(
+        f"Backward reached {what} through a forward that ran before the unit's "
+        "parameters were frozen, unfrozen, cast, moved or replaced. Run backward "
+        "before the next forward, or change parameters between steps."
+    )
+
+
 def parameters_not_requested() -> bool:
     """Return whether a backward runs whose ``inputs`` are no sharded parameters."""
     return _other_requests > 0

@@ -51,7 +51,6 @@ CASES = [
     "mixtral",
     pytest.param("t5", marks=pytest.mark.req("U-12")),
     pytest.param("bert", marks=pytest.mark.req("U-12")),
-    "vit",
     "whisper",
     "mamba",
     pytest.param("clip", marks=pytest.mark.req("D-13")),

@@ -7,10 +7,9 @@ Each is here for something that it does and a toy model does not::
     mixtral    the experts of a block are one parameter of three dimensions; a router
     t5         one weight in four places; a bias that the first block hands to the rest
     bert       a tied weight and a tied bias; integer buffers
-    vit        embeddings that are parameters of three dimensions; convolution
     whisper    a parameter that is frozen by design; two classes of layers
     mamba      a scan in place of attention; units within units
-    clip       a parameter without dimensions; two towers
+    clip       a parameter without dimensions; two towers, with a convolution
 
 transformers is imported when a model is made, so that collecting tests does not wait
 for it. Dropout is off, since ranks and reference would draw different numbers.
@@ -115,14 +114,6 @@ def bert() -> Built:
     return Built(m.BertForMaskedLM(config), (m.BertLayer,))
 
 
-def vit() -> Built:
-    """A classifier of images of 4 x 4 in patches of 2 x 2."""
-    from transformers.models.vit import modeling_vit as m
-
-    config = m.ViTConfig(**_transformer(), image_size=4, patch_size=2, num_labels=3)
-    return Built(m.ViTForImageClassification(config), (m.ViTLayer,))
-
-
 def whisper() -> Built:
     """Whisper; the encoder's positions do not train."""
     from transformers.models.whisper import modeling_whisper as m
@@ -189,7 +180,7 @@ def _decoder() -> dict[str, Any]:
 
 ARCHITECTURES: dict[str, Callable[[], Built]] = {
     each.__name__: each
-    for each in (gpt2, llama, mixtral, t5, bert, vit, whisper, mamba, clip)
+    for each in (gpt2, llama, mixtral, t5, bert, whisper, mamba, clip)
 }
 
 
@@ -206,8 +197,6 @@ def batch(name: str, step: int, rank: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     tokens = torch.randint(1, VOCABULARY, (2, 8), generator=generator)
     images = torch.randn(2, 3, 4, 4, generator=generator)
-    if name == "vit":
-        return {"pixel_values": images, "labels": tokens[:, 0] % 3}
     if name == "clip":
         return {"input_ids": tokens, "pixel_values": images, "return_loss": True}
     if name == "whisper":

@@ -28,6 +28,7 @@ from composable_fsdp.planning.planner import plan_targets
 from composable_fsdp.runtime.build import build_units
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states
+from tests.runtime.parity import trains_as
 from tests.support.models import TinyBlock, TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
@@ -37,11 +38,9 @@ from tests.support.reference import (
     assert_same_training,
     gpt_input,
     gpt_units,
-    sgd,
     train,
     train_reference,
 )
-from tests.support.sharded import RankCount
 from tests.support.world import World
 
 
@@ -103,39 +102,26 @@ def test_a_child_may_run_before_its_parent(world: World) -> None:
     assert torch.equal(model.blocks[1](x), plain.blocks[1](x))
     root, first, second = _get_fsdp_states(model)
     assert (root._is_root, first._is_root, second._is_root) == (True, False, False)
-    expected = train_reference(plain, world.world_size, gpt_input, sgd)
-    losses = train(model, world.rank, gpt_input, sgd)
-
-    assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
+    trains_as(world, model, plain, gpt_input)
     assert torch.equal(model.blocks[0](x), plain.blocks[0](x))
-
-
-def train_mixed(world: World, inner: str, outer: str) -> list[str]:
-    """Shard the blocks on one path and the rest on the other; train."""
-    model = TinyGPT()
-    plain = copy.deepcopy(model)
-    for index in range(2):
-        model.blocks[index] = apply_units(model.blocks[index], [], path=inner)
-    sharded = apply_units(model, [], path=outer)
-
-    expected = train_reference(plain, world.world_size, gpt_input, adamw)
-    losses = train(sharded, world.rank, gpt_input, adamw)
-
-    mine = [step[world.rank] for step in expected]
-    assert_same_training(sharded, plain, losses, mine)
-    return [state.fqn for state in _get_fsdp_states(sharded)]
 
 
 @pytest.mark.req("S1-23", "S1-22")
 @pytest.mark.parametrize("outer", PATHS)
 @pytest.mark.parametrize("inner", PATHS)
+@on_ranks(2)
 def test_the_paths_can_be_mixed_in_one_model(
-    ranks: RankCount, inner: str, outer: str
+    world: World, inner: str, outer: str
 ) -> None:
     """Wrapper inside composable and the other way round: one tree, right numbers."""
-    names = ranks(2).run(train_mixed, inner, outer)
+    model = TinyGPT()
+    for index in range(2):
+        model.blocks[index] = apply_units(model.blocks[index], [], path=inner)
+    sharded = apply_units(model, [], path=outer)
 
-    assert names == [["", "blocks.0", "blocks.1"]] * 2
+    trains_as(world, sharded, TinyGPT(), gpt_input, adamw)
+    names = [state.fqn for state in _get_fsdp_states(sharded)]
+    assert names == ["", "blocks.0", "blocks.1"]
 
 
 @pytest.mark.req("N-04")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,9 +32,8 @@ from tests.support.reference import (
     trained_reference,
 )
 from tests.support.sharded import message_of
-from tests.support.world import RankPool, World
+from tests.support.world import World
 
-RankCount = Callable[[int], RankPool]
 Compose = Callable[[TinyGPT, str], nn.Module]
 
 
@@ -117,28 +117,30 @@ def test_replicated_and_sharded_parts_train_as_the_plain_model(
     assert losses == [step[world.rank] for step in expected]
 
 
-def refusal_over_other_ranks(world: World) -> str:
-    """Blocks sharded over pairs, the model replicated across."""
+@on_ranks(4)
+def test_a_unit_over_other_ranks_is_refused(world: World) -> None:
+    """Its gradients would not be averaged over all replicas."""
     shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     copies = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     model = TinyGPT()
     fully_shard(model.blocks[0], process_group=shards[world.rank // 2])
-    return message_of(lambda: replicate(model, process_group=copies[world.rank % 2]))
-
-
-def test_a_unit_over_other_ranks_is_refused(ranks: RankCount) -> None:
-    """Its gradients would not be averaged over all replicas."""
-    first, *_ = ranks(4).run(refusal_over_other_ranks)
-    assert first == (
-        "CompositionError: replicate over ranks [0, 2] meets fully sharded module "
-        "(root) over ranks [0, 1]: its gradients would not be averaged over the "
-        "others. Shard it over all of these ranks; to shard within groups and "
-        "replicate across, pass a 2-D device_mesh (replicate, shard) to fully_shard."
+    call = partial(replicate, model, process_group=copies[world.rank % 2])
+    first, pair = world.rank % 2, world.rank // 2 * 2
+    assert message_of(call) == (
+        f"CompositionError: replicate over ranks [{first}, {first + 2}] meets fully "
+        f"sharded module (root) over ranks [{pair}, {pair + 1}]: its gradients would "
+        "not be averaged over the others. Shard it over all of these ranks; to shard "
+        "within groups and replicate across, pass a 2-D device_mesh (replicate, shard) "
+        "to fully_shard."
     )
 
 
-def start_apart(world: World, init_sync: bool) -> list[float]:
-    """Parameters and a buffer that differ between ranks; what replicate makes of it."""
+@pytest.mark.parametrize("init_sync", [True, False])
+@on_ranks(2)
+def test_replicas_start_from_the_values_of_the_first_rank(
+    world: World, init_sync: bool
+) -> None:
+    """As with DDP; without ``init_sync`` nothing is sent and nothing changes."""
     model = tiny_mlp()
     model.register_buffer("seen", torch.full((1,), float(world.rank)))
     model.get_parameter("0.bias").data.fill_(world.rank)
@@ -146,14 +148,8 @@ def start_apart(world: World, init_sync: bool) -> list[float]:
         replicate(model, init_sync=init_sync)
     synced = {"all_gather_object", "broadcast"} if init_sync else set()
     assert {call.op for call in calls} == synced
-    bias, seen = model.get_parameter("0.bias"), model.get_buffer("seen")
-    return [bias[0].item(), seen.item()]
-
-
-def test_replicas_start_from_the_values_of_the_first_rank(ranks: RankCount) -> None:
-    """As with DDP; without ``init_sync`` nothing is sent and nothing changes."""
-    assert ranks(2).run(start_apart, True) == [[0.0, 0.0]] * 2
-    assert ranks(2).run(start_apart, False) == [[0.0, 0.0], [1.0, 1.0]]
+    expected = 0.0 if init_sync else world.rank
+    assert model.get_parameter("0.bias")[0] == model.get_buffer("seen") == expected
 
 
 # ---- which units are whose --------------------------------------------------

@@ -52,7 +52,7 @@ CHANGES: dict[Change, str] = {
     tie: "'1.first.weight'",
     other_shape: "the shape of parameter '1.scale'",
     other_dtype: "the dtype of parameter '1.scale'",
-    lambda m: m.get_parameter("1.scale").requires_grad_(False): "'1.scale'",
+    lambda m: m.get_parameter("1.scale").requires_grad_(False): "requires_grad of",
     lambda m: m[1].register_parameter("added", nn.Parameter(torch.ones(1))): "added",  # type: ignore[index]
     lambda m: fully_shard(m[1].first): "unit number",  # type: ignore[index]
 }

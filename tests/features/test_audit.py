@@ -132,43 +132,12 @@ def trust_ratio(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
     return made
 
 
-def factored(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
-    if g.ndim < 2:
-        return g
-    return g / (g.square() + 1e-8).mean(dim=-2, keepdim=True).sqrt()
-
-
-def muon(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
-    if g.ndim < 2:
-        return g
-    u, _, v = torch.linalg.svd(g, full_matrices=False)
-    made: Tensor = u @ v
-    return made
-
-
 def lion(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
     mean = state.setdefault("exp_avg", torch.zeros_like(p))
     update = mean.mul(0.9).add(g, alpha=0.1).sign_()
     mean.lerp_(g, 0.01)
     made: Tensor = update
     return made
-
-
-def sharpness_aware(model: nn.Module) -> None:
-    base = sgd(model)
-    for _ in range(2):
-        backward(loss_of(model))
-        norm = torch.stack([g.norm() for g in gradients(model)]).norm()
-        step = [(p, p.grad / norm) for p in model.parameters() if p.grad is not None]
-        with torch.no_grad():
-            for p, up in step:
-                p.add_(up)
-        base.zero_grad()
-        backward(loss_of(model))
-        with torch.no_grad():
-            for p, up in step:
-                p.sub_(up)
-        base.step()
 
 
 def first_rows(model: nn.Module) -> None:
@@ -199,7 +168,6 @@ def scaled(kind: Any) -> Program:
 
 
 TOLD: dict[str, tuple[Program, str, str]] = {
-    "SAM": (sharpness_aware, "norm", "g.norm() for g in"),
     "orthogonality": (
         with_penalty(lambda m: (weight(m).t() @ weight(m)).square().sum()),
         "matmul",
@@ -216,8 +184,6 @@ TOLD: dict[str, tuple[Program, str, str]] = {
         "nn.utils.clip_grad_norm_",
     ),
     "LARS": (by_rule(trust_ratio), "norm in ByRule", "p.norm() / (g.norm()"),
-    "Adafactor": (by_rule(factored), "mean in ByRule", "mean(dim=-2"),
-    "Muon": (by_rule(muon), "linalg_svd in ByRule", "torch.linalg.svd"),
     "rows of gradients": (after_backward(first_rows), "__setitem__", "g[:2] = 0"),
     "rows in a hook": (masked_rows, "__setitem__", "g[:2] = 0"),
     "a row": (

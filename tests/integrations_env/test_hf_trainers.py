@@ -1,7 +1,6 @@
 """``ShardedTrainer`` as a mixin of every trainer of transformers and TRL.
 
-The other side of training is the same trainer of TRL, in one process with all batches
-or on DDP.
+The other side of training is the same trainer of TRL on DDP.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from transformers import LlamaForSequenceClassification, Trainer
 
 from composable_fsdp.hugging_face.trainer import ShardedTrainer
 from composable_fsdp.storage.contents import units_in
-from tests.integrations_env.huggingface import alone, arguments, as_torchrun, future
+from tests.integrations_env.huggingface import arguments, as_torchrun, future
 from tests.integrations_env.test_hf_trainer import CLOSE, logged
 from tests.integrations_env.tiny_llama import (
     Tokens,
@@ -132,77 +131,38 @@ def test_every_trainer_is_constructed_with_arguments_by_position_and_by_name(
 
 
 @pytest.mark.req("N-12")
-@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("name", ["DPO", "DPO with an adapter", "SFT", "GRPO"])
 @on_ranks(2)
-def test_dpo_trains_as_the_plain_trainer_of_trl(
-    world: World, adapter: bool, tmp_path: Path
-) -> None:
-    """Losses, norms and weights; with an adapter the base is the reference."""
+def test_trl_trains_as_on_ddp(world: World, name: str, tmp_path: Path) -> None:
+    """Losses, norms, rewards and weights; GRPO generates with the sharded model, and
+    with an adapter the base is the reference of DPO."""
+    kind, _, adapter = name.partition(" ")
+    own: Any = getattr(trl, f"{kind}Trainer")
 
-    sharded_trainer = type("Sharded", (ShardedTrainer, trl.DPOTrainer), {})
-
-    def trained(kind: Any, folder: Path, size: int) -> Any:
-        # A reference apart from the model, so that losses are not log 2 at first.
-        reference = None if adapter else tiny_llama()
-        if reference is not None:
-            with torch.no_grad():
-                for parameter in reference.parameters():
-                    parameter.mul_(1.05)
+    def trained(trainer: Any, folder: Path) -> Any:
+        rows = dataset(f"trl.{kind}Trainer")
+        given: list[Any] = [tiny_llama()]
         more: dict[str, Any] = {}
-        if adapter:
+        steps: dict[str, Any] = {"max_steps": 2, "bf16": False}
+        if kind == "GRPO":
+            rows = rows.remove_columns(["chosen", "rejected"])
+            given.append(early_letters)
+            steps |= {"num_generations": 2, "max_completion_length": 4}
+        elif adapter:
             from peft import LoraConfig
 
             more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-        args = arguments(
-            folder,
-            config=trl.DPOConfig,
-            per_device_train_batch_size=size,
-            bf16=False,
-            max_steps=3,
-        )
-        data, words = preferences(24), tokenizer()
-        made = kind(
-            tiny_llama(),
-            reference,
-            args,
-            train_dataset=data,
-            processing_class=words,
-            **more,
-        )
-        made.train()
-        return made
-
-    with alone(), future():
-        plain = trained(trl.DPOTrainer, tmp_path / f"p{world.rank}", 8)
-    with as_torchrun(world), future():
-        sharded = trained(sharded_trainer, tmp_path, 4)
-
-    assert units_in(sharded.model)
-    assert logged(sharded, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-4)
-    norms = logged(plain, "grad_norm")
-    assert logged(sharded, "grad_norm") == pytest.approx(norms, rel=1e-4)
-    assert distance(full(sharded.model), full(plain.model)) < CLOSE
-
-
-@pytest.mark.req("N-12")
-@pytest.mark.parametrize("name", ["SFT", "GRPO"])
-@on_ranks(2)
-def test_trl_trains_as_on_ddp(world: World, name: str, tmp_path: Path) -> None:
-    """Losses, norms, rewards and weights; GRPO generates with the sharded model."""
-    own: Any = getattr(trl, f"{name}Trainer")
-
-    def trained(kind: Any, folder: Path) -> Any:
-        rows = dataset(f"trl.{name}Trainer")
-        given: list[Any] = [tiny_llama()]
-        more: dict[str, Any] = {"max_steps": 2, "bf16": False}
-        if name == "GRPO":
-            rows = rows.remove_columns(["chosen", "rejected"])
-            given.append(early_letters)
-            more |= {"num_generations": 2, "max_completion_length": 4}
-        args = arguments(folder, config=getattr(trl, f"{name}Config"), **more)
+        elif kind == "DPO":
+            # A reference apart from the model, so that losses are not log 2 at first.
+            given.append(tiny_llama())
+            with torch.no_grad():
+                for parameter in given[1].parameters():
+                    parameter.mul_(1.05)
+        args = arguments(folder, config=getattr(trl, f"{kind}Config"), **steps)
         torch.manual_seed(0)
         words = tokenizer()
-        made = kind(*given, args=args, train_dataset=rows, processing_class=words)
+        more |= {"args": args, "train_dataset": rows, "processing_class": words}
+        made = trainer(*given, **more)
         made.train()
         return made
 
@@ -213,10 +173,10 @@ def test_trl_trains_as_on_ddp(world: World, name: str, tmp_path: Path) -> None:
         sharded = trained(sharded_trainer, tmp_path / "sharded")
 
     assert units_in(sharded.model)
-    for kind in ("loss", "grad_norm", *(["reward"] if name == "GRPO" else [])):
-        expected = logged(plain, kind)
+    for value in ("loss", "grad_norm", *(["reward"] if kind == "GRPO" else [])):
+        expected = logged(plain, value)
         assert any(expected)
-        assert logged(sharded, kind) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert logged(sharded, value) == pytest.approx(expected, rel=1e-4, abs=1e-5)
     weights = parameters_of(getattr(plain.model, "module", plain.model))
     assert distance(full(sharded.model), weights) < CLOSE
 

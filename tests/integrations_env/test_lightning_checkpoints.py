@@ -15,7 +15,6 @@ from composable_fsdp import verify
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.lightning import checkpoints
 from composable_fsdp.lightning import ComposableFSDPStrategy, consolidate
-from composable_fsdp.storage.writer import write_file
 from tests.integrations_env.lightning_world import (
     QUIET,
     Lit,
@@ -174,37 +173,6 @@ def test_model_checkpoint_keeps_the_best_and_the_last(
     if form == "sharded":
         names = sorted(each.name for each in (tmp_path / "last.ckpt").iterdir())
         assert (names[0], len(names)) == ("manifest.json", 3)
-
-
-def fail_to_overwrite(world: World, path: str) -> None:
-    """Save twice; rank 1 fails the second time."""
-    with as_torchrun(world):
-        module = Lit()
-        together = fitted(world, module, strategy("sharded"), max_epochs=1)
-        together.save_checkpoint(path)
-        before = weights(module)
-        together = fitted(world, module, strategy("sharded"), max_epochs=1)
-
-        def full_disk(*args: Any, **kwargs: Any) -> Any:
-            if world.rank == 1:
-                raise OSError(28, "No space left on device")
-            return write_file(*args, **kwargs)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("composable_fsdp.storage.save.write_file", full_disk)
-            with pytest.raises(Exception, match="No space left on device"):
-                together.save_checkpoint(path)
-        together.validate(module, loader(2, world.rank), ckpt_path=path, verbose=False)
-        require_equal(weights(module), before, 0)
-        together.save_checkpoint(path)
-
-
-def test_a_failed_save_leaves_the_older_checkpoint(ranks: Any, tmp_path: Path) -> None:
-    """The error of rank 1 is raised on both ranks, and the old state is loaded."""
-    ranks(2).run(fail_to_overwrite, str(tmp_path / "last.ckpt"))
-
-    names = sorted(each.name for each in (tmp_path / "last.ckpt").iterdir())
-    assert (names[0], len(names)) == ("manifest.json", 3)
 
 
 class Remembering(Lit):

@@ -18,11 +18,13 @@ from torch import Tensor, nn, optim
 from composable_fsdp import (
     MixedPrecision,
     ShardingStrategy,
+    StateDictType,
     fully_shard,
     optim_state_dict,
     optim_state_dict_to_load,
     replicate,
     reshard,
+    state_dict_type,
     unshard,
     unshard_params,
 )
@@ -126,6 +128,12 @@ def test_whole_parameters_are_trained_by_any_optimizer(
 
     assert _same(state["state"], by_name(plain, reference)["state"])
     assert _same(part["state"], reference.state_dict()["state"])
+    # Adafactor's rows and columns go out and in, whatever the type of state dict.
+    for kind in StateDictType if way == "NO_SHARD" else ():
+        with state_dict_type(model, kind):
+            given = optim_state_dict(model, ours)
+            ours.load_state_dict(optim_state_dict_to_load(model, ours, given))
+        assert _same(optim_state_dict(model, ours)["state"], state["state"])
 
 
 class RowMeans(optim.Optimizer):

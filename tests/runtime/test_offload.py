@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -128,25 +127,6 @@ def test_the_host_sees_no_gradient_before_its_copy_is_whole(
     # the first microbatch are what is added to.
     assert at_the_end[0] > 0
     assert seen[0] == []
-
-
-@pytest.mark.req("S1-37")
-@pytest.mark.parametrize("replaced", [True, False])
-def test_sums_join_gradients_of_which_one_is_the_users(
-    one_rank: World, replaced: bool
-) -> None:
-    """The script has replaced or cleared the gradient of a single parameter."""
-    model, plain = units_of(ShardingStrategy.FULL_SHARD)
-    x = wide_input(6)(0, 0)
-    for side in (model, plain):
-        backward(loss_of(side, x))
-        bias: Any = side[1].bias
-        bias.grad = bias.grad.clone() if replaced else None
-        backward(loss_of(side, x))
-
-    expected = gradients(plain)
-    for name, grad in gradients(model).items():
-        torch.testing.assert_close(grad, expected[name])
 
 
 def whole(model: nn.Module, name: str, full: dict[str, Tensor]) -> Tensor:

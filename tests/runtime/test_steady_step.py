@@ -97,21 +97,6 @@ def two_blocks() -> nn.Sequential:
     return fully_shard(model)
 
 
-def events_of(prof: profile) -> list[Any]:
-    found: list[Any] = list(prof.events() or ())  # type: ignore[no-untyped-call]  # untyped in torch
-    return found
-
-
-def names_in(prof: profile) -> Counter[str]:
-    """How often each range of the package is in the trace."""
-    head = "composable_fsdp::"
-    return Counter(
-        event.name.removeprefix(head)
-        for event in events_of(prof)
-        if event.name.startswith(head)
-    )
-
-
 @pytest.mark.req("N-07")
 @on_ranks(2)
 def test_a_profile_has_the_names_of_the_units(world: World) -> None:
@@ -123,7 +108,8 @@ def test_a_profile_has_the_names_of_the_units(world: World) -> None:
     with profile() as prof:
         torch.autograd.backward(model(batch).sum())
 
-    found = names_in(prof)
+    events: list[Any] = list(prof.events() or ())
+    found = Counter(event.name.removeprefix("composable_fsdp::") for event in events)
     for unit in ("(root)", "(0)", "(1)"):
         assert found[f"forward {unit}"] == 1
         assert found[f"backward {unit}"] == 1

@@ -93,9 +93,9 @@ def killed_save(path: Path, number: int, how: str) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.req("K-03", "X-04")
-@pytest.mark.parametrize("how", ["new", "overwrite", "async"])
+@pytest.mark.parametrize("how", ["async", "new", "overwrite"])
 def test_after_a_crash_at_any_system_call_a_run_goes_on(
     how: str, tmp_path: Path
 ) -> None:

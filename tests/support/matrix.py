@@ -1,20 +1,8 @@
-"""Test matrices cut to pairs.
+"""Test matrices cut to pairs: nearly all faults show with one value or a pair of them.
 
-A test with several ``parametrize`` decorators runs for every combination of their
-values. Nearly all faults show with one value or a pair of values, so the everyday run
-keeps as many combinations as bring every pair of values together once::
-
-    strategy    A A A B B B          3 x 2 x 2 = 12 combinations
-    offload     - + - + ..           6 of them hold every pair
-    world_size  2 3 3 2 ..
-
-The door (``path``) is no partner in a pair: both doors run the same code, which golden
-steps and random programs hold, so each of its values runs at least once. Tests on ranks
-take seconds, so there every argument is as the door, and each of its values runs at
-least once.
-
-Of these combinations, the marker ``few`` keeps the first, the middle and the last, or
-as many as it is told. ``--full-matrix`` runs every combination.
+Of several ``parametrize`` decorators the everyday run keeps as many combinations as
+bring every pair of values together once; of the door, and of tests on ranks, as many as
+have each value. ``few`` keeps some of these, and ``--full-matrix`` runs all.
 """
 
 from __future__ import annotations
@@ -35,11 +23,9 @@ Cell = dict[str, int]
 
 
 def pairwise(cells: Sequence[Cell], alone: Collection[str] = (DOOR,)) -> list[int]:
-    """Return the numbers of the cells to keep, in order.
+    """Return the numbers of the cells to keep: they hold all values and pairs.
 
-    All values of each factor, and all pairs of values of two factors that are not in
-    ``alone`` that stand in a cell, stand in a kept one. Arguments that always change
-    together (one decorator) are one factor.
+    Arguments that always change together (one decorator) are one factor.
     """
     factors = _factors(cells)
     wanted = [set(_combined(cell, factors, alone)) for cell in cells]

@@ -1,6 +1,4 @@
-"""Counting the bytes of live storages, op by op.
-
-::
+"""Counting the bytes of live storages, op by op::
 
     with fake_tensors(), LiveBytes() as live:
         model = fully_shard(build())
@@ -9,9 +7,7 @@
         step(model)
     live.peak
 
-Every storage that an op reads or makes is known from then on until it dies, with the
-size that it has at each op: ``resize_`` counts. What one kernel allocates and frees
-inside itself is not seen.
+``resize_`` counts; what one kernel allocates and frees inside itself is not seen.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""Tests whose own body runs on ranks.
-
-::
+"""Tests whose own body runs on ranks::
 
     @on_ranks(1, 2, 3)
     @pytest.mark.parametrize("path", PATHS)
     def test_a_model_trains(world: World, path: str) -> None:
         ...                                    # runs on each rank of each world
 
-pytest sees a function with the arguments of the body but ``world``. The values of these
-arguments (parameters, fixtures) are pickled; a rank imports the test's module and calls
-the body. A test that reads the results of ranks, or whose arguments Hypothesis draws,
-calls ``ranks(2).run(check, ...)`` with a function at module level.
+Arguments are pickled. A test that reads the results of ranks, or whose arguments
+Hypothesis draws, calls ``ranks(2).run(check, ...)``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """The parent of the ranks: a pool is started once and runs one function after another.
 
-Ranks on gloo come from multiprocessing's fork server, a process that has imported torch
-and done nothing else: a start costs milliseconds, and neither threads nor autograd of
-the parent are copied. Ranks on NCCL are spawned, as CUDA does not survive a fork.
-
-A run in which any rank fails, is silent or disagrees on the calls it made ends the
-pool: all ranks are killed, and the next run starts fresh ones.
+Ranks on gloo come from multiprocessing's fork server, which has imported torch; those
+on NCCL are spawned. A run that fails on any rank ends the pool.
 """
 
 from __future__ import annotations
@@ -80,14 +76,12 @@ class RankPool:
     ) -> list[T]:
         """Call ``function(world, *args)`` on every rank; its results in rank order.
 
-        ``function``, ``args`` and the results must pickle: a function at module level,
-        or a partial of one. Every rank must make the same number of calls on the
-        default group (point-to-point calls count). ``patience`` is how many seconds the
-        other ranks get once one has failed (default 1) or returned (default 5).
+        All must pickle, and every rank must make as many calls on the default group.
+        ``patience``: seconds for the others once one has failed (1) or returned (5).
         ``retire`` ends the pool afterwards and lets calls be left unfinished.
 
-        Raises: RankFailure, if a rank raised, died, was silent, or left a collective
-        unfinished; TypeError, if it does not pickle.
+        Raises: RankFailure, if a rank raised, died or was silent; TypeError, if
+        something does not pickle.
         """
         job = _job(function, args)
         what = _name(function)

@@ -1,13 +1,6 @@
 """One rank of a pool: a process that joins a group once and then answers jobs.
 
-::
-
-    parent                           rank r
-      Job (function, arguments) --->  reset seeds, dtype, grad mode; call function
-      Answer <----------------------  result or traceback; calls issued on the group
-
-The process ends with its parent, keeps its output in a file, and on SIGUSR1 writes its
-Python stacks to another, so that the parent can say where a rank was that hangs.
+It ends with its parent, keeps its output in a file, and on SIGUSR1 writes its stacks.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
 """The private parts of torch.distributed that the test worlds need, and nothing else.
 
-Checked with torch 2.13; torch 2.11 and 2.12 have the same names:
-
-* the stores, public in ``torch.distributed`` but not exported there for type checkers;
-* ``torch.testing._internal.distributed.fake_pg``: the import registers the backend
-  ``fake``, which newer versions also do on their own;
-* ``ProcessGroup._get_sequence_number_for_group``: how many calls a group has issued;
-* ``distributed_c10d._world.pg_map``: every group of this process.
+Checked with torch 2.13; torch 2.11 and 2.12 have the same names.
 """
 
 from __future__ import annotations

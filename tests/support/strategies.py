@@ -10,7 +10,6 @@ import os
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
-from math import prod
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -85,16 +84,6 @@ def block_named(name: str) -> Block | RowBlock:
 def shapes(max_dims: int = 4, max_side: int = 5) -> st.SearchStrategy[tuple[int, ...]]:
     """Draw a tensor's shape, 0-d and zero-size ones included."""
     return st.lists(st.integers(0, max_side), max_size=max_dims).map(tuple)
-
-
-@st.composite
-def shapes_with_interval(
-    draw: st.DrawFn, max_dims: int = 4, max_side: int = 5
-) -> tuple[tuple[int, ...], int, int]:
-    """Draw a shape and an interval ``[start, stop)`` of its elements."""
-    shape = draw(shapes(max_dims, max_side))
-    ends = draw(st.tuples(*[st.integers(0, prod(shape))] * 2))
-    return shape, min(ends), max(ends)
 
 
 def module_recipes(

@@ -1,17 +1,13 @@
-"""Going the way of CUDA on CPU tensors, and checking that streams are ordered.
-
-::
+"""Going the way of CUDA on CPU tensors, and checking that streams are ordered::
 
     with fake_world(4), stream_order() as order:
         model = fully_shard(build())     # built inside, so that it gets streams
         step(model)
     assert order.problems == []
 
-Every op is noted with the stream it would run on, what it reads and what it writes; an
-event carries what is known to be done where it was recorded. Two accesses of the same
-bytes, one of them a write, must be ordered; and a block may be handed out again only
-behind everything that used it. The host is a stream of its own, which whatever it
-issues comes after.
+Every op is noted with its stream, what it reads and what it writes. Two accesses of the
+same bytes, one of them a write, must be ordered by events; a block may be handed out
+again only behind everything that used it. The host is a stream, too.
 """
 
 from __future__ import annotations

@@ -1,22 +1,9 @@
 """Ranks for tests, from the lightest to the heaviest.
 
-=====================  =========================================  ====================
-world                  what it is                                 can show
-=====================  =========================================  ====================
-`fake_world`           this process, collectives do nothing       shapes, calls, plans
-`single_rank_group`    this process, a real group of one rank     numbers of one rank
-`rank_pool`            real processes, kept from test to test     everything
-=====================  =========================================  ====================
-
-::
-
-    def check(world: World, size: int) -> float:       # runs on each rank
-        ...
-
-    first, second = ranks(2).run(check, 8)
-
-A test that looks at nothing but what its ranks see runs there itself: see
-`tests.support.on_ranks`.
+`fake_world`: this process, collectives do nothing; for shapes, calls and plans.
+`single_rank_group`: this process, a real group of one rank; for its numbers.
+`rank_pool`: real processes, kept from test to test; ``ranks(2).run(check, 8)`` calls
+``check(world, 8)`` on each.
 """
 
 from __future__ import annotations
