@@ -241,6 +241,8 @@ class ShardedValue(Tensor):
 
     def __create_chunk_list__(self) -> list[Any]:
         """Return DCP's chunks to load for the boxes."""
+        # DCP writes to ranks with elements alone, and does not count.
+        _count_write(self)
         return dcp.CheckedChunks(self.boxes)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
@@ -332,7 +334,10 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
                 f"{tuple(each.shape)}."
             )
     result = func(*map(local_of, args), **tree_map(local_of, kwargs))
-    return args[0] if func._schema.is_mutable else value.with_local(result)
+    if not func._schema.is_mutable:
+        return value.with_local(result)
+    _count_write(value)
+    return args[0]
 
 
 def _on_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -366,13 +371,27 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     if part is None:
         raise TypeError(_refusal(func, to if isinstance(to, ShardedValue) else source))
     func(to.local, part, *args, **kwargs)
+    if isinstance(to, ShardedValue):
+        _count_write(to)
     return to
+
+
+def _count_write(value: ShardedValue) -> None:
+    """Tell units that keep full values of a write, also on ranks without elements."""
+    # Operators inside of ``__torch_dispatch__`` do not count.
+    if not value.local.is_inference():
+        torch.autograd.graph.increment_version(value.local)
+
+
+def _detached(func: Op, value: ShardedValue) -> ShardedValue:
+    """Return a value over the same ``local``, which counts versions of the shard."""
+    return value.with_local(value.local)
 
 
 _aten = torch.ops.aten
 # Operators that move a state dict, and operators that torch's stagers call.
 _OPS: dict[Any, Callable[..., Any]] = {
-    _aten.detach: _on_local,
+    _aten.detach: _detached,
     _aten.clone: _on_local,
     _aten._to_copy: _on_local,
     _aten.empty_like: _on_local,

@@ -38,6 +38,7 @@ from composable_fsdp import (
     optim_state_dict,
     set_state_dict_type,
     state_dict_type,
+    unshard,
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.fsdp2 import fully_shard as fsdp2_fully_shard
@@ -459,3 +460,24 @@ def test_a_state_dict_for_dcp_follows_the_model(world: World, door: str) -> None
     plain.load_state_dict({name: value / 2 for name, value in now.items()})
     assert not torch.equal(before, halved)
     assert torch.allclose(halved, plain(gpt_input(1, 0)), atol=1e-6)
+
+
+@pytest.mark.parametrize("by", ["dcp", "operator", "local"])
+@on_ranks(3)
+def test_a_write_to_the_values_of_a_unit_that_is_kept_full_is_no_silent_loss(
+    world: World, tmp_path: Path, by: str
+) -> None:
+    """Rank 2 holds no element of the layer, and refuses with the others."""
+    model = fully_shard(nn.Linear(2, 2, bias=False))
+    values: dict[str, Any] = get_model_state_dict(model)
+    dcp_save(values, checkpoint_id=tmp_path)
+    unshard(model)
+    if by == "dcp":
+        dcp_load(values, checkpoint_id=tmp_path)
+    for value in values.values() if by != "dcp" else ():
+        (value if by == "operator" else value.local).mul_(2)
+    if by != "local" or values["weight"].local.numel():
+        assert "were written to" in message_of(lambda: model(torch.ones(1, 2)))
+    model.load_state_dict(values)
+    full = model.state_dict()["weight"]
+    torch.testing.assert_close(model(torch.ones(1, 2)), full.sum(1)[None])
