@@ -19,12 +19,10 @@ from composable_fsdp import (
     FullyShardedDataParallel,
     ModuleWrapPolicy,
     fully_shard,
-    plan,
     unshard_params,
 )
 from composable_fsdp.errors import PlanError
 from composable_fsdp.tree.traversal import walk_states
-from composable_fsdp.wrap import transformer_auto_wrap_policy
 from tests.architectures.zoo import (
     ARCHITECTURES,
     Built,
@@ -68,12 +66,6 @@ def nothing(model: nn.Module) -> None:
 def by_class(built: Built) -> Any:
     """A unit for every layer, by class."""
     return ModuleWrapPolicy(set(built.layers))
-
-
-def by_callable(built: Built) -> Any:
-    """The same through FSDP1's function."""
-    layers = set(built.layers)
-    return partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
 
 
 def by_own_names(built: Built) -> Any:
@@ -135,17 +127,6 @@ def test_it_trains_as_the_plain_model(
 ) -> None:
     """Three steps of AdamW leave the same losses and the same state dict."""
     ranks(2).run(train_architecture, name, path, choose)
-
-
-def test_the_function_of_fsdp1_chooses_what_the_policy_chooses() -> None:
-    """``transformer_auto_wrap_policy`` and ``ModuleWrapPolicy`` give one plan."""
-    built = build("whisper")
-
-    by_policy = plan(built.model, world_size=2, policy=by_class(built))
-    by_function = plan(built.model, world_size=2, policy=by_callable(built))
-
-    assert len(by_policy.units) > 2
-    assert by_function == by_policy
 
 
 @pytest.mark.parametrize("path", PATHS)
