@@ -191,21 +191,12 @@ def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> boo
     since = -1 if entry is None else entry[0]._sequence_nr()
     # ``forget_inputs``, inlined: a call per forward.
     call.aliases, call.inputs, call.entry = (), (), None
-    if len(tensors) == 1 and tensors[0]._base is None:
-        node = tensors[0].grad_fn
-        nodes = [] if node is None else [node]
-    else:
-        nodes = grad_fns_of(tensors, max(first_number(aliases), since + 1))
-    if not nodes and torch._C._functorch.peek_interpreter_stack() is not None:
-        inside = PASSAGES["full"].below_transforms(tensors)
-        nodes = grad_fns_of(inside, first_number(aliases))
+    nodes = _output_nodes(tensors, aliases, since)
     if not nodes:
         return False
     older: list[Any] = []
     if entry is not None and (nodes[1:] or nodes[0]._sequence_nr() <= since):
-        # Outputs of before the unit, which may lead to its input, or are its input: a
-        # hook that held the node of the input would be a cycle.
-        older = [node for node in nodes if node._sequence_nr() <= since]
+        older = _hook_older(call, nodes, since)
         nodes = [node for node in nodes if node not in older]
         tensors = [each for each in tensors if each.grad_fn not in older]
     enters = None
@@ -219,8 +210,6 @@ def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> boo
     hook = partial(pre_backward, call, counted, enters)
     for node in nodes:
         node.register_prehook(hook)
-    for node in older:
-        node.register_prehook(partial(pre_backward, call, (), None))
     for tensor in tensors:
         if tensor._backward_hooks or tensor._base is not None:
             _put_first(hook, tensor)
@@ -231,6 +220,31 @@ def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> boo
     calls, handle = call.order.graphs, call.state.handle
     calls[handle] = calls.get(handle, 0) + 1
     return True
+
+
+def _output_nodes(
+    tensors: list[Tensor], aliases: tuple[Any, ...], since: int
+) -> list[Any]:
+    """Return the nodes at which backward enters the call, each once."""
+    if len(tensors) == 1 and tensors[0]._base is None:
+        node = tensors[0].grad_fn
+        nodes = [] if node is None else [node]
+    else:
+        nodes = grad_fns_of(tensors, max(first_number(aliases), since + 1))
+    if not nodes and torch._C._functorch.peek_interpreter_stack() is not None:
+        inside = PASSAGES["full"].below_transforms(tensors)
+        nodes = grad_fns_of(inside, first_number(aliases))
+    return nodes
+
+
+def _hook_older(call: UnitForward, nodes: list[Any], since: int) -> list[Any]:
+    """Hook the outputs of before the unit; return their nodes."""
+    # They may lead to its input, or are its input: a hook that held the node of the
+    # input would be a cycle.
+    older = [node for node in nodes if node._sequence_nr() <= since]
+    for node in older:
+        node.register_prehook(partial(pre_backward, call, (), None))
+    return older
 
 
 def _counted(aliases: tuple[Any, ...], nodes: list[Any]) -> tuple[Any, ...]:
