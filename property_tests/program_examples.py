@@ -115,8 +115,7 @@ a root that is called with its own output, and units by themselves
         | forward 0; forward 1; backward 0 all; alone 1 0; alone 2 1; alone 0 2; step;
         STEPS | strategy={HALF/FULL_SHARD}
 a layer that keeps a list of its weights
-    linear + lstm + gru | | low strategy=FULL_SHARD
-    linear + lstm + gru | | strategy={HALF/FULL_SHARD}
+    linear + lstm + gru | | {low strategy=FULL_SHARD/strategy=FULL_SHARD/strategy=HALF}
 modules whose weights are computed, and a packed sequence
     linear + weightnorm + linear form=packed + orthogonal
 weights that a unit returns
@@ -157,32 +156,19 @@ an auxiliary loss on an attribute
     linear + mul form=aux_of_weights
     linear + linear form=attribute | | prefetch=None
 a returned view changed in place
-    linear + linear form=view_as use=mul_ | | prefetch={BACKWARD_PRE/None}
-    linear + linear form=transpose use=iadd | | prefetch={BACKWARD_PRE/None}
-    linear + linear form=slice use=set | | prefetch={BACKWARD_PRE/None}
-    linear + linear form=chunk use=mul_view | | prefetch={BACKWARD_PRE/None}
-    linear + linear form=view_as use=relu_ | | prefetch={BACKWARD_PRE/None}
-    linear + linear form=view use=iadd | | prefetch={BACKWARD_PRE/None}
+    linear + linear {form=view_as use=mul_/form=transpose use=iadd/form=slice use=set/
+        form=chunk use=mul_view/form=view_as use=relu_/form=view use=iadd} | |
+        prefetch={BACKWARD_PRE/None}
 a unit called for its in-place effect
     linear + mul form=in_place
     linear + linear form=in_place | | prefetch=None
     linear + rms form=copied_in | | strategy=HALF
     linear + div form=in_place_returned
 a write to an input that is cast
-    linear + {tiny/scalar} form=in_place call={plain/caught_and_again} + linear | STEPS;
-        forward 0 no_grad; forward 0 inference; forward 0 input_grad; backward | low
-    linear + {tiny/scalar} form=in_place call=reentrant + linear | STEPS; forward 0
-        no_grad; forward 0 inference; forward 0 input_grad; backward | low
-        strategy=WHOLE
-    linear + linear form=copied_in call={plain/caught_and_again} + linear | STEPS;
-        forward 0 no_grad; forward 0 inference; forward 0 input_grad; backward | low
-    linear + linear form=copied_in call=reentrant + linear | STEPS; forward 0 no_grad;
-        forward 0 inference; forward 0 input_grad; backward | low strategy=WHOLE
-    linear + tiny form=in_place_returned call=reentrant + linear | STEPS; forward 0
-        no_grad; forward 0 inference; forward 0 input_grad; backward | low
-        strategy=WHOLE
-    linear + tiny form=in_place_returned call={plain/caught_and_again} + linear | STEPS;
-        forward 0 no_grad; forward 0 inference; forward 0 input_grad; backward | low
+    linear + {tiny form=in_place/scalar form=in_place/linear form=copied_in/tiny
+        form=in_place_returned} {call=reentrant/call=plain/call=caught_and_again} +
+        linear | STEPS; forward 0 no_grad; forward 0 inference; forward 0 input_grad;
+        backward | low {strategy=WHOLE/}
 weights kept full and a fused optimizer
     linear + linear | | keep_full
         optimizer={adamw_fused/momentum_fused/adamw_single/sgd}
@@ -194,9 +180,8 @@ state that torch's functions make where ranks hold nothing
         torch_get {full/sharded}; torch_set; STEPS | optimizer=adamw_foreach width={2/3}
 state that torch's functions make between forward and backward
     linear | forward 1; torch_get sharded; backward; step; torch_set; STEPS | seed=3
-        optimizer={adamw_fused/momentum_fused/adamw_foreach/sgd} keep_full={False/True}
-    linear | forward 1; torch_get sharded; backward; step; torch_set; STEPS | seed=3
-        optimizer={adamw_fused/momentum_fused/adamw_foreach/sgd} strategy=HALF
+        optimizer={adamw_fused/momentum_fused/adamw_foreach/sgd}
+        {/keep_full/strategy=HALF}
 states of a unit with two names
     linear + linear again=0 + linear | train 0; typed_save
         {LOCAL/SHARDED/FULL}_STATE_DICT True; train 1; typed_load; STEPS |
@@ -223,14 +208,11 @@ torch's state dicts while a unit is full by hand
     linear + linear | {/train 0}; unshard_unit 1 False; torch_get {full/sharded};
         torch_set; reshard_unit 1; STEPS | optimizer={adamw_foreach/adagrad_fused}
 full parameters older than the shards
-    mul: linear unit= | forward 3 input_grad; write {0 no_grad/1 assign}; input_gradient
-        2 once; forward 3 | width=5 seed=1 keep_full
-    mul: linear unit= | forward 3 input_grad; step; input_gradient 2 once; forward 3 |
-        width=5 seed=1 keep_full optimizer=adamw_fused
-    | train 0 keep; forward 0; {step/write 0 no_grad}; unshard_unit 0 True; STEPS |
-        strategy=HALF
-    | train 0 keep; forward 0; {step/write 0 no_grad}; unshard_unit 0 False; STEPS |
-        strategy=HALF optimizer=adamw_fused
+    mul: linear unit= | forward 3 input_grad; {write 0 no_grad/write 1 assign/step};
+        input_gradient 2 once; forward 3 | width=5 seed=1 keep_full
+        {/optimizer=adamw_fused}
+    | train 0 keep; forward 0; {step/write 0 no_grad}; unshard_unit 0 {True/False};
+        STEPS | strategy=HALF {/optimizer=adamw_fused}
 a container that is filled
     linear + linear form={append_to_trained/set_item_of_trained/set_field/into_nested}
     linear + linear form={removed/cleared/append/set_item}
@@ -274,16 +256,9 @@ gradients that are kept
 gradients that are kept, shared and given other data
     linear + mul + mul | train 0 keep; {change_gradients provide; change_gradients
         share/change_gradients replace_data; change_gradients mul_/keep none; swap 0 1;
-        change_gradients clone}; forward 1; backward; $1; zero optimizer_zeros; forward
-        2; backward; keep odd; forward 1; backward; step | offload
-    linear + mul + mul | train 0 keep; {change_gradients provide; change_gradients
-        share/change_gradients replace_data; change_gradients mul_/keep none; swap 0 1;
-        change_gradients clone}; forward 1; backward; $1; zero even; forward 2;
-        backward; keep odd; forward 1; backward; step
-    linear + mul + mul | train 0 keep; {change_gradients provide; change_gradients
-        share/change_gradients replace_data; change_gradients mul_/keep none; swap 0 1;
-        change_gradients clone}; forward 1; backward; $1; zero even; forward 2;
-        backward; keep odd; forward 1; backward; step | low strategy=HALF
+        change_gradients clone}; forward 1; backward; $1; zero {optimizer_zeros/even};
+        forward 2; backward; keep odd; forward 1; backward; step | {offload//low
+        strategy=HALF}
 values of another dtype that take the place of parameters
     linear + linear | train 0; save; cast bfloat16 False; load True; STEPS |
         strategy={FULL_SHARD/WHOLE}
@@ -325,8 +300,8 @@ a result in a function
     {tensor_hook/mul} form=thunk:
     linear + tensor_hook form=thunk + linear | | prefetch={BACKWARD_PRE/None}
 a result that nobody sees
-    linear + {mul/div/pow/prelu/rms/linear} form=set_thing | train 0
-    linear + {mul/div/pow/prelu/rms/linear} form=thunk | train 0 | prefetch=None
+    linear + {mul/div/pow/prelu/rms/linear} {form=set_thing/form=thunk} | train 0 |
+        prefetch={BACKWARD_PRE/None}
     linear + custom form={set_thing/thunk} | train 0
 a cast where a rank holds nothing
     linear + {tiny/scalar/zero} | train 0; cast {bfloat16 False/float32 True}; STEPS
@@ -338,10 +313,8 @@ forward mode inside reverse mode
     linear + linear call=vjp ({mul/linear} call=jvp) | | strategy={FULL_SHARD/HALF}
 other data where a rank holds nothing
     linear + {tiny/scalar/zero} | train 0; write 0 assign; write 1 assign; write 2
-        assign; write 3 assign; write 4 assign; STEPS | keep_full
-        strategy={FULL_SHARD/HALF}
-    linear + {tiny/scalar/zero} | train 0; write 0 assign; write 1 assign; write 2
-        assign; write 3 assign; write 4 assign; STEPS
+        assign; write 3 assign; write 4 assign; STEPS | {keep_full
+        strategy=FULL_SHARD/keep_full strategy=HALF/}
 changes where a rank holds nothing, and what ranks send
     tiny (scalar unit= + tiny) | train 0; {cast float32 True; train 0/forward 0;
         backward 0 no_sync; write 2 assign}; STEPS | strategy=HALF
