@@ -220,7 +220,7 @@ def padding(shapes: Sequence[tuple[int, ...]], world_size: int) -> float:
         ParameterSpec((str(i),), shape, torch.bfloat16, True, row_block(shape))
         for i, shape in enumerate(shapes)
     ]
-    regions = plan_regions(specs, world_size=world_size)
+    regions = plan_regions(tuple(specs), world_size)
     numel = sum(region.numel for region in regions)
     return sum(region.padded_numel for region in regions) / numel - 1
 

@@ -1,7 +1,7 @@
 """Fully sharded data parallel training as a composable API over flat buffers.
 
-A name is resolved when it is first used, so that a program loads what it uses. What
-every program gets stands in ``features.defaults``, for which ``--help`` does not wait.
+A name is resolved when it is first used; ``features.defaults`` is what all programs
+get.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,4 @@
-"""Options as frozen values, each checked by its constructor.
-
-Names, fields and field order follow torch's FSDP1, whose users this package serves.
-"""
+"""Options as frozen values, each checked by its constructor; the names are FSDP1's."""
 
 from __future__ import annotations
 
@@ -68,7 +65,6 @@ HYBRID = (
 )
 """Strategies that require a grid of ranks (replicate, shard)."""
 FULL_SHARD = ShardingStrategy.FULL_SHARD
-"""The default."""
 NO_SHARD = ShardingStrategy.NO_SHARD
 """The strategy of ``replicate``."""
 
@@ -317,9 +313,7 @@ class CPUOffload:
 class Arena:
     """Selects memory with stable addresses for the full parameters.
 
-    Without an arena each unit allocates its full parameters at every all-gather. With
-    an arena they lie in a slot, whose memory is kept, so the addresses of the full
-    parameters stay the same from step to step.
+    Full parameters lie in slots, whose memory is kept from step to step.
 
     Args:
         shared: units that are never full at the same time, by the plan, use the same

@@ -1,21 +1,8 @@
 """The exceptions and warnings of this package.
 
-::
-
-    FSDPError
-      |- CompositionError (ValueError)      an API applied to a module that forbids it
-      |- PlanError        (ValueError)      a model or an option that cannot be sharded
-      |- PhaseError       (RuntimeError)    a call at the wrong moment of the step
-      |- CheckpointError  (RuntimeError)    a state that cannot be saved or loaded
-      |- DesyncError      (RuntimeError)    ranks that disagree
-      |- CollectiveError  (RuntimeError)    a collective that the backend gave up
-      '- NotRootError     (AttributeError)  root-only data read from another state
-
-Every message names the expected value, the actual value, the place and the remedy. If a
-process group exists, the message ends with the rank that raised. Wrong arguments raise
-a plain ``TypeError`` or ``ValueError`` without the rank: the same call raises the same
-error on every rank, and torch puts the rank before each line of an exception that ends
-a rank.
+Every message names the expected value, the actual value, the place and the remedy. It
+ends with the rank that raised, if a process group exists. Wrong arguments raise a plain
+``TypeError`` or ``ValueError``: the same call raises it on every rank.
 """
 
 from __future__ import annotations

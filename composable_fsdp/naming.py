@@ -1,9 +1,4 @@
-"""Fully qualified names (FQN), by path component.
-
-A wrapper adds a component to the path of the wrapped module. Names leave that component
-out: ``strip_wrapper`` removes the component from a finished name, and a walk of the
-tree passes over the components in ``TRANSPARENT``.
-"""
+"""Fully qualified names (FQN), by path component, without those that wrappers add."""
 
 from __future__ import annotations
 

@@ -38,27 +38,7 @@ IDLE, FORWARD, BACKWARD_PRE, BACKWARD_POST, SUMMON = Phase
 
 
 class Residency(Enum):
-    """Where the full parameters of a unit are.
-
-    ::
-
-        state           function                to
-        SHARDED         allocate_full           GATHERING
-                        move                    HIDDEN, if full parameters are shards
-                        move                    COPIES_SHOWN
-        GATHERING       use_full                UNSHARDED
-                        free_full               SHARDED
-                        defer_free (CUDA)       FREE_PENDING
-        UNSHARDED       use_sharded             HIDDEN
-        HIDDEN          use_full                UNSHARDED
-                        free_full, move         SHARDED
-                        defer_free (CUDA)       FREE_PENDING
-        FREE_PENDING    free_full               SHARDED
-        COPIES_SHOWN    use_sharded             SHARDED
-
-    The functions are those of ``flat.residency``. A unit whose full parameters are its
-    shards (a single rank, NO_SHARD) needs no all-gather.
-    """
+    """Where the full parameters of a unit are; ``flat.residency`` makes the moves."""
 
     SHARDED = "sharded"
     """The modules show the sharded parameters. The full buffers have no memory, or

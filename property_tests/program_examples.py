@@ -245,6 +245,11 @@ a write between forward and backward
         strategy={FULL_SHARD/HALF} optimizer=adamw
     linear + {linear/mul} | train 0 keep; forward 1; {step/write 5 no_grad}; backward |
         strategy={FULL_SHARD/HALF}
+a write by a call between forward and backward
+    linear + linear | save; forward 1; {load/single 1 set_param/summon 0 True True};
+        backward | strategy={FULL_SHARD/HALF/WHOLE}
+    linear + linear | save; forward 1; {load/single 1 set_param/summon 0 True True};
+        backward | {offload/low}
 gradients that are kept
     linear + mul | train 0 keep; keep {none/odd/even/all}; forward 1; backward; swap 0
         0; forward 2; backward; step
@@ -297,6 +302,7 @@ a result in a function
 a result that nobody sees
     linear + {mul/div/pow/prelu/rms/linear} {form=set_thing/form=thunk} | train 0 |
         prefetch={BACKWARD_PRE/None}
+    linear + custom form={set_thing/thunk} | train 0
 a cast where a rank holds nothing
     linear + {tiny/scalar/zero} | train 0; cast {bfloat16 False/float32 True}; STEPS
 a parameter that is frozen after a cast
@@ -349,6 +355,9 @@ a unit that writes its weights, with a module inside a transform
         save | pairs
 a wire format inside a transform, and parameters that leave their region
     linear call={jvp/vjp/vmap} + linear | forward 0; backward; freeze 1; STEPS | wire
+gradients to which a backward adds nothing
+    linear (linear unit= call=skip) | forward 0; backward; forward 1; backward; forward
+        2; backward; forward 3; backward; step | offload
 a weight in channels_last, in a slot
     linear + images | | arena={shared/apart}
 a nap before a step, after a backward and around a load

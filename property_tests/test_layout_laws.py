@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from composable_fsdp.config import Block
+from composable_fsdp.features.changes.adopt import split_region
 from composable_fsdp.planning.layout import (
     ParameterSlot,
     ParameterSpec,
@@ -22,11 +23,7 @@ from composable_fsdp.planning.layout import (
     sharded_shape,
 )
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.partition import (
-    SHARD_ALIGNMENT,
-    plan_regions,
-    split_region,
-)
+from composable_fsdp.planning.partition import SHARD_ALIGNMENT, plan_regions
 from tests.support.strategies import shapes, world_sizes
 
 DTYPES = (
@@ -146,7 +143,7 @@ def elements(
 def test_a_layout_is_lawful(specs: list[ParameterSpec], world_size: int) -> None:
     """Shards have one size, of whole blocks of 16 bytes; each element lies in one, and
     each rank's part of a parameter is of whole blocks, which can be seen as rows."""
-    lawful(plan_regions(specs, world_size=world_size), specs, world_size)
+    lawful(plan_regions(tuple(specs), world_size), specs, world_size)
 
 
 @pytest.mark.req("M-05")
@@ -159,7 +156,7 @@ def test_parameters_of_at_most_a_share_lie_on_a_single_rank(
     kinds: Counter[tuple[torch.dtype, bool]] = Counter()
     for spec in specs:
         kinds[spec.dtype, spec.trainable] += spec.numel
-    for region in plan_regions(specs, world_size=world_size):
+    for region in plan_regions(tuple(specs), world_size):
         share = -(-kinds[region.dtype, region.trainable] // world_size)
         for slot in region.parameters:
             if world_size > 1 and slot.numel <= share:
@@ -210,7 +207,7 @@ def test_no_merge_of_two_regions_and_no_region_per_block_class_is_cheaper(
             for part in parts
         )
 
-    regions = plan_regions(specs, world_size=world_size, launch_bytes=launch_bytes)
+    regions = plan_regions(tuple(specs), world_size, launch_bytes=launch_bytes)
 
     lawful(regions, specs, world_size)
     parts = [frozenset(slot.block for slot in r.parameters) for r in regions]
@@ -239,7 +236,7 @@ def test_each_rank_keeps_its_elements_of_each_parameter(
     data: st.DataObject,
 ) -> None:
     """Intervals stay, also after a cast; parts are aligned, apart, and no larger."""
-    for planned in plan_regions(specs, world_size=world_size):
+    for planned in plan_regions(tuple(specs), world_size):
         layout = planned if cast is None else replace(planned, dtype=cast)
         count = len(layout.parameters)
         flags = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))

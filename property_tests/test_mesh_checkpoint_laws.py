@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from composable_fsdp import Block, fully_shard, load, save
+from composable_fsdp import Block, ShardingStrategy, fully_shard, load, save
+from composable_fsdp.config import RowBlock
 from composable_fsdp.storage.native import NativeSource
 from property_tests.live import examples
 from tests.parallel.models import mesh_of, whole
@@ -37,7 +38,9 @@ class Placement:
     """The dim of each tensor that is cut; a dim that there is not: replicated."""
     loose: int
     """The tensors from this one on are in no unit."""
-    block: Block
+    block: Block | RowBlock
+    replicas: int = 1
+    """With tensor parallelism: replicas of the data ranks."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,12 @@ class Tensors(nn.Module):
 
     def __init__(self, law: Law, at: Placement, world: World, *, seed: int) -> None:
         super().__init__()
-        mesh = mesh_of(world, at.dp) if at.dp > 0 else None
+        mesh, data, options = None, None, dict[str, Any]()
+        if at.dp > 0:
+            mesh = mesh_of(world, at.dp, replicas=at.replicas)
+            data = mesh["dp"] if at.replicas == 1 else mesh["replicate", "shard"]
+        if at.replicas > 1:
+            options["strategy"] = ShardingStrategy.HYBRID_SHARD
         generator = torch.Generator().manual_seed(seed)
         for i, shape in enumerate(law.shapes):
             value = torch.randn(shape, generator=generator)
@@ -67,9 +75,10 @@ class Tensors(nn.Module):
         if at.dp >= 0:
             fully_shard(
                 self,
-                device_mesh=None if mesh is None else mesh["dp"],
+                device_mesh=data,
                 ignored_states=self.beside,
                 block=at.block,
+                **options,
             )
 
 
@@ -120,12 +129,13 @@ def check(world: World, law: Law, folder: Path) -> None:
 
 
 def placements(tensors: int) -> st.SearchStrategy[Placement]:
+    meshes = [(4, 1), (2, 1), (1, 1), (0, 1), (-1, 1), (1, 2), (2, 2)]
     return st.builds(
-        Placement,
-        dp=st.sampled_from([1, 2, 4, 0, -1]),
+        lambda mesh, **rest: Placement(dp=mesh[0], replicas=mesh[1], **rest),
+        mesh=st.sampled_from(meshes),
         cuts=st.tuples(*[st.integers(0, 3)] * tensors),
         loose=st.integers(0, tensors),
-        block=st.sampled_from([Block.ROW, Block.ELEMENT]),
+        block=st.sampled_from([*Block, Block.rows(3)]),
     )
 
 
@@ -137,7 +147,7 @@ def laws(draw: st.DrawFn) -> Law:
     return Law(shapes, draw(both), draw(both))
 
 
-@pytest.mark.req("L-01")
+@pytest.mark.req("L-01", "M-05")
 @examples(12)
 @given(law=laws())
 @example(
@@ -158,6 +168,22 @@ def laws(draw: st.DrawFn) -> Law:
         ((), (), (1,), ()),
         Placement(1, (0, 0, 0, 0), 0, Block.ROW),
         Placement(2, (0, 0, 0, 0), 3, Block.ROW),
+    )
+)
+@example(
+    # Whole parameters on a rank, and blocks of rows.
+    law=Law(
+        ((7, 3), (5,), ()),
+        Placement(0, (0, 0, 0), 3, Block.TENSOR),
+        Placement(0, (0, 0, 0), 3, Block.rows(3)),
+    )
+)
+@example(
+    # Replicas of columns.
+    law=Law(
+        ((3, 9), (5,)),
+        Placement(1, (1, 0), 2, Block.ROW, replicas=2),
+        Placement(4, (1, 0), 2, Block.ROW),
     )
 )
 @example(

@@ -31,7 +31,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         *("_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"),
     ),
     "torch.autograd.graph": ("_engine_run_backward",),
-    "torch.autograd.graph.Node()": ("_sequence_nr",),
+    "torch.autograd.graph.Node()": ("_register_hook_dict", "_sequence_nr"),
     "torch.autograd.profiler": ("_is_profiler_enabled",),
     "torch.distributed.ProcessGroup": (
         *("_device_types", "_get_backend", "_register_backend"),

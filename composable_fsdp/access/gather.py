@@ -1,7 +1,4 @@
-"""Collectives outside the step, between flat shards and full buffers.
-
-For all values that have the layout of the parameters.
-"""
+"""Collectives outside the step, between flat shards and full buffers."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ def gather_flat_values(
 ) -> list[Tensor]:
     """Return the full ``(padded_numel,)`` of each ``(shard_numel,)`` in ``shards``.
 
-    Collective: an all-gather (all buffers coalesced) over the shard group; with
-        ``first_only`` a gather per buffer; none without a shard group.
+    Collective: an all-gather of all buffers; with ``first_only`` a gather of each.
     """
     group, size = handle.groups.shard, handle.groups.shard_world_size
     if group is None:
@@ -78,12 +74,9 @@ def gather_whole(
     first_only: bool,
     to_cpu: bool,
 ) -> list[Tensor]:
-    """Return new whole values of ``refs``, of which the unit has ``shards`` per region.
+    """Return new whole values of ``refs``, with ``first_only`` only on the first rank.
 
-    With ``first_only`` ranks other than the first return none.
-
-    Collective: as ``gather_flat_values``, with ``first_only`` only in the first
-        replica. Of parameters that tensor parallelism cuts, an all-gather each.
+    Collective: as ``gather_flat_values``; an all-gather per parameter that TP cuts.
     """
     # All replicas hold equal values, so a single replica gathers.
     if first_only and not handle.groups.in_first_replica:

@@ -78,8 +78,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``.
 
-    The norm is that of the unsharded model. ``torch.nn.utils.clip_grad_norm_`` sees
-    this rank's shards alone, and scales by a different factor on each rank.
+    The norm is that of the unsharded model.
 
     Args:
         module_or_params: A module, or sharded parameters and plain ones (equal on all
@@ -170,7 +169,6 @@ class Norm(NamedTuple):
     """The gradients or parameters of this rank."""
     handles: Sequence[FlatParamHandle]
     chosen: dict[int, Tensor]
-    """The parameters by id."""
     routes: tuple[Route, ...]
     """The sets of groups that share parameters."""
     parts: list[Tensor]
@@ -198,17 +196,13 @@ def norm_of(
     found: dict[Route, list[Tensor]] = {
         (): [each for each in map(of, others) if each is not None]
     }
-    # The parameters decide the dtype: a rank without elements has no gradient.
-    dtypes = {p.dtype for p in others}
     for handle in handles:
-        dtypes.update(region.shard.dtype for region in handle.layout.regions)
         for route, tensors in _tensors_of(call, handle, chosen):
             found.setdefault(route, []).extend(tensors)
-    is_double = not dtypes.isdisjoint((torch.float64, torch.complex128))
-    dtype = torch.float64 if is_double else torch.float32
+    dtype = _dtype_of(handles, others)
     # The compute device, also if the gradients are in host memory.
     devices = [*(h.layout.device for h in handles[-1:]), *(p.device for p in others)]
-    device = devices[0] if devices else torch.device("cpu")
+    device = next(iter(devices), torch.device("cpu"))
     routes = tuple(route for route in found if route)
     # Units over the same groups, of most models, need no look at their ranks.
     if len(routes) > 1 or len({handle.groups.names for handle in handles}) > 1:
@@ -245,6 +239,14 @@ def norm_of(
     return Norm(total.to(dtype), every, handles, chosen, routes, parts[1:])
 
 
+def _dtype_of(handles: list[FlatParamHandle], others: list[Tensor]) -> torch.dtype:
+    """Return the dtype of a norm, by the parameters: a rank may have no gradient."""
+    regions = chain.from_iterable(handle.layout.regions for handle in handles)
+    dtypes = {each.dtype for each in others} | {each.shard.dtype for each in regions}
+    is_double = not dtypes.isdisjoint((torch.float64, torch.complex128))
+    return torch.float64 if is_double else torch.float32
+
+
 def _number(call: str, name: str, given: Any) -> float:
     """Return an argument as a number. Raises: TypeError, for a text but ``"inf"``."""
     if not isinstance(given, str) or given == "inf":
@@ -262,10 +264,7 @@ _WAY_OUT = (
 def _over_ranks(
     part: Tensor, route: Route, norm_type: float, max_norm: float
 ) -> tuple[Tensor, bool]:
-    """Return the sum of the ranks' powers, or the largest; if ``max_norm`` is the same.
-
-    Collective: an all-reduce over each group of ``route``.
-    """
+    """Return the sum of the ranks' powers, or the largest; an all-reduce per group."""
     if not route:
         return part, True
     infinite = norm_type == math.inf

@@ -1,7 +1,4 @@
-"""The tensors of a sharded model: where they stand, and who sends what elsewhere.
-
-Names, shapes and places only: every rank computes the same, and sends nothing.
-"""
+"""The tensors of a sharded model: where they stand, and who sends what elsewhere."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from composable_fsdp.naming import (
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import local_of, whole_of
 from composable_fsdp.planning.partition import interval_boxes, moved
-from composable_fsdp.runtime.precision import own_buffers
+from composable_fsdp.runtime.recover import own_buffers
 from composable_fsdp.tree.state import _FSDPState
 
 RankBox = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -51,9 +48,9 @@ def boxes(
 ) -> dict[str, tuple[RankBox, ...]]:
     """Return which global rank holds which box of each tensor, on all ranks alike.
 
-    The boxes of a name hold each of its elements once; with ``replicas`` once on each
-    rank that has them. Names are those of ``stream_full``. A rank's boxes of a name lie
-    in its sharded parameter one behind the other.
+    The boxes of a name (as in ``stream_full``) hold each element once; with
+    ``replicas`` once on each rank that has it. They lie in a rank's sharded parameter
+    one behind the other.
 
     Raises: CompositionError, if the ranks of the meshes form no regular grid, or if
         parts of tensor parallelism differ in size.
@@ -129,7 +126,6 @@ class Entry(NamedTuple):
     part: tuple[int, ...]
     """The shape of what the ranks of the shard group hold together."""
     offset: int
-    """The first element in the region; 0 without a region."""
     axes: list[tuple[dist.ProcessGroup, int | None]]
     """The groups of a DTensor's mesh, and the dim that each cuts."""
     over: list[dist.ProcessGroup]
@@ -183,10 +179,7 @@ def entries_of(
     *,
     joins: bool = False,
 ) -> list[list[Entry]]:
-    """Return the tensors of each unit, then those that no unit holds, one by one.
-
-    Raises: CompositionError, for ``names`` that ``model`` does not have.
-    """
+    """Return the tensors of each unit, then those that no unit holds, one by one."""
     every = {each[0]: each for each in _entries(states, model, dtype)}
     wanted = dict.fromkeys(every if names is None else map(strip_wrapper, names))
     for name in wanted:

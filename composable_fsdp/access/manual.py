@@ -48,8 +48,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait for the all-gather and show the full parameters.
 
-        A second call does nothing, and neither does a call after the unit was used or
-        resharded: the unit's own forward also waits.
+        A call after another, or after the unit was used or resharded, does nothing.
         """
         handle, self._handle = self._handle, None
         # ``kept_for_forward`` is False after the unit was resharded.
@@ -126,8 +125,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
 def reshard(module: nn.Module) -> None:
     """Show the sharded parameters of the unit ``module`` and free the full parameters.
 
-    Units below are unchanged. A unit that is resharded between forward and backward is
-    all-gathered again.
+    Units below are unchanged. Backward all-gathers again.
 
     Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError,
         inside the unit's own forward or backward, or inside ``unshard_params``.
@@ -150,13 +148,10 @@ def reset_iter_state(module: nn.Module) -> None:
     """Reset the tree of the root ``module`` after a forward or backward that raised.
 
     All units are resharded, and gradients that were not reduced are discarded, with
-    those of ``no_sync``. The next forward does the same without this call, but keeps
-    the gradients of ``no_sync`` if a forward raised.
+    those of ``no_sync``. Waits for the collectives that this rank has issued.
 
-    Waits for the collectives that this rank has issued.
-    Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError, if
-        ``module`` is not the outermost unit, inside a forward or backward, or inside
-        ``unshard_params``.
+    Raises: CompositionError, if ``module`` is no unit; PhaseError, unless it is a root
+        outside of forward, backward and ``unshard_params``.
     """
     state = state_of_unit(module, "reset_iter_state")
     context = _context(state, "reset_iter_state")
@@ -177,8 +172,7 @@ def reset_iter_state(module: nn.Module) -> None:
 def is_sharded(module: nn.Module) -> bool:
     """Return whether the fully sharded ``module`` shows its sharded parameters now.
 
-    The result is also True between forward and backward of a unit that keeps the memory
-    of the full parameters: the parameters found in ``module`` are then sharded.
+    True also while a unit keeps memory of full parameters that no module shows.
 
     Raises: CompositionError, if ``module`` is no fully sharded module.
     """

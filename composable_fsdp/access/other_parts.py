@@ -13,8 +13,7 @@ from composable_fsdp.flat.param_ref import slot_path
 from composable_fsdp.naming import quoted, ranks_text
 
 Route = tuple[dist.ProcessGroup, ...]
-"""Groups over which a result travels in turn: those whose ranks hold other elements of
-a parameter, or all that reach the ranks of a unit."""
+"""Groups over which a result travels in turn, as far as the unit's elements reach."""
 
 
 def require_one_world(handles: Iterable[FlatParamHandle], what: str) -> None:
@@ -57,12 +56,7 @@ def _over(handle: FlatParamHandle) -> str:
 
 
 def require_all_data(handle: FlatParamHandle, top: FlatParamHandle, what: str) -> None:
-    """Raise CheckpointError for a trained unit that ranks outside of it train apart.
-
-    The same names then stand for other values on other ranks, and a state dict would
-    keep those of some ranks. A unit of this rank alone counts as a plain module, which
-    is each rank's own.
-    """
+    """Raise CheckpointError for a trained unit that ranks outside of it train apart."""
     rule = handle.rule
     # The DTensors say where a part lies, and hooks may reduce over further ranks.
     if handle.layout.forms or rule.hook is not None or rule.after_sum is not None:

@@ -1,9 +1,4 @@
-"""Settings of the step: FSDP2's methods as functions.
-
-Each function takes a module that is or holds fully sharded modules; ``recurse=False``
-selects only the unit of the module itself. All ranks must make the same calls. The
-settings of all-gathers and of memory change no result.
-"""
+"""Settings of the step: FSDP2's methods as functions, called alike on all ranks."""
 
 from __future__ import annotations
 
@@ -124,8 +119,8 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
 def set_force_sum_reduction(module: nn.Module, enable: bool) -> None:
     """Set whether the collectives of the unit ``module`` only sum, and never average.
 
-    Raises: CompositionError, if ``module`` is no fully sharded module; TypeError, if
-        ``enable`` is not a bool.
+    Raises: CompositionError, if ``module`` is no unit; TypeError, for another
+        ``enable``.
     """
     name = "set_force_sum_reduction_for_comms"
     for state in _units_to_set(module, name, enable, recurse=False):
@@ -142,16 +137,11 @@ def set_all_reduce_hook(
 ) -> None:
     """Call ``hook`` with the reduced gradients of the unit ``module``; as in FSDP2.
 
-    The hook gets one tensor per region and reduction, ``(shard_numel,)`` in the reduce
-    dtype: the result of the reduce-scatter and, for hybrid units, of the all-reduce,
-    before the division by the number of ranks (NCCL has divided already). The hook
-    changes the tensor in place, for example by an all-reduce over further ranks. The
-    hook runs on the stream of the reduction, which waits for it in any case; ``stream``
-    is FSDP2's argument and changes nothing.
+    The hook changes one tensor ``(shard_numel,)`` per region and reduction in place:
+    the sums in the reduce dtype, before the division (NCCL has divided already). It
+    runs on the stream of the reduction; FSDP2's argument ``stream`` changes nothing.
 
-    Collective: none; in backward the collectives of ``hook``.
-    Raises: CompositionError, if ``module`` is no fully sharded module; TypeError, if
-        ``hook`` is not callable.
+    Raises: CompositionError, if ``module`` is no unit; TypeError, for another ``hook``.
     """
     if not callable(hook):
         raise TypeError(
@@ -168,9 +158,8 @@ def set_separate_reduce_scatter_group(
 ) -> None:
     """Reduce gradients over process groups of their own; as in FSDP2.
 
-    NCCL runs the collectives of a process group one after the other; with two groups an
-    all-gather need not wait for the reduce-scatter before it. Numbers do not change. A
-    second communicator takes device memory. False goes back to one group.
+    An all-gather then need not wait for the reduce-scatter before it. A second
+    communicator takes device memory. False goes back to one group.
 
     Collective: at the first call creates a group per set of ranks that share
         parameters; all of these ranks must call in the same order. NCCL with
@@ -216,9 +205,9 @@ def register_comm_hook(
 
     The hook is called once per region and reduction: ``hook(state, gradient, output)``
     if the parameters are sharded, ``hook(state, gradient)`` if every rank holds the
-    full parameters. ``features.comm_hooks`` describes the contract and
-    has the hooks ``allreduce_hook``, ``reduce_scatter_hook``, ``fp16_compress_hook``
-    and ``bf16_compress_hook``; torch's hooks work as well.
+    full parameters, on the stream of the reduction. ``gradient`` ``(padded_numel,)``
+    may be overwritten, and what ``output`` ``(shard_numel,)`` holds becomes the
+    gradient. ``features`` has hooks; torch's work as well.
 
     Args:
         module: A fully sharded module, or a module that holds such modules.
@@ -288,8 +277,7 @@ def set_modules_to_backward_prefetch(
 ) -> None:
     """All-gather the units of ``modules`` when the backward of ``module`` begins.
 
-    Put the module at the front that forward used last before ``module``. An empty list
-    restores the default, ``backward_prefetch``.
+    The module that forward used last comes first. An empty list restores the default.
 
     Args, Raises: As ``set_modules_to_forward_prefetch``.
     """

@@ -1,9 +1,4 @@
-"""Read and write the full value or the full gradient of a single parameter by name.
-
-Only this parameter is communicated: each rank broadcasts its own elements. Writing
-communicates nothing, because every rank passes the full value. Names are the plain
-model's names; a tied parameter has a name per place.
-"""
+"""Read and write the full value or the full gradient of a single parameter by name."""
 
 from __future__ import annotations
 
@@ -27,8 +22,7 @@ from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
 def get_full_param(module: nn.Module, fqn: str) -> Tensor:
     """Return the full parameter of this name, as in the plain model: a new tensor.
 
-    The tensor has the parameter's own dtype, is on the compute device, and is returned
-    on every rank.
+    The tensor has the parameter's dtype, and is on the compute device of every rank.
 
     Collective: over the shard group a broadcast per rank that holds elements, ``numel``
         elements in all; all its ranks must call. None if the parameter is not sharded.
@@ -50,8 +44,7 @@ def get_full_param(module: nn.Module, fqn: str) -> Tensor:
 def set_full_param(module: nn.Module, fqn: str, value: Tensor) -> None:
     """Write the full ``value`` into a parameter.
 
-    Each rank writes the elements of its own shard of ``value``, which is the full
-    value, the same on every rank, in any dtype and on any device.
+    ``value`` is the same on every rank, in any dtype and on any device.
 
     Raises: as ``get_full_param``; CompositionError, if the shape differs.
     """
@@ -71,8 +64,7 @@ def set_full_param(module: nn.Module, fqn: str, value: Tensor) -> None:
 def get_full_grad(module: nn.Module, fqn: str) -> Tensor | None:
     """Return a parameter's full reduced gradient; ``None`` without a gradient.
 
-    Call between backward and ``zero_grad``. The result is a new tensor on the compute
-    device.
+    The result is a new tensor on the compute device.
 
     Collective: over the shard group an all-reduce of a byte, and if there is a gradient
         a broadcast per rank that holds elements. None if the parameter is not sharded.

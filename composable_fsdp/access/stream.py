@@ -1,12 +1,6 @@
 """Whole tensors of a sharded model, bucket by bucket, as an engine loads them.
 
-::
-
-    bucket 0   gather | hand out tensor by tensor
-    bucket 1                  gather              | hand out ...
-
-The caller's loop holds the last tensor of a bucket until it gets the first one of the
-next, so the gather after that begins behind this first tensor: two buckets at most.
+The gather of a bucket runs while the caller takes the tensors of the one before.
 """
 
 from __future__ import annotations
@@ -45,7 +39,6 @@ class _Piece(NamedTuple):
     start: int
     """Its first element in the region."""
     own: Tensor
-    """What this rank holds of it."""
     numels: list[int]
     """The elements that each rank of the shard group holds."""
     group: dist.ProcessGroup | None
@@ -253,6 +246,21 @@ def _bucket(entries: list[Entry], ranks: Sequence[int] | None) -> Bucket:
     return Bucket(names, nbytes, sent, entries, pieces)
 
 
+def _send_to_some(
+    piece: _Piece, group: dist.ProcessGroup, own: Tensor, full: Tensor
+) -> Iterator[tuple[Operation | None, Tensor]]:
+    """Send ``own`` to one rank that receives after another."""
+    numels = piece.numels
+    for target, rank in enumerate(dist.get_process_group_ranks(group)):
+        if piece.receives(rank):
+            takes, gives = [0] * len(numels), [0] * len(numels)
+            gives[target], into = own.numel(), full[:0]
+            if target == group.rank():
+                takes, into = numels, full
+            sizes = takes, gives
+            yield collectives.all_to_all(into, own, sizes, group, async_op=True), own
+
+
 @torch.no_grad()
 def _gather(
     bucket: Bucket, buffers: Sequence[Tensor]
@@ -270,18 +278,7 @@ def _gather(
         own = piece.own.to(full.dtype) if is_there else piece.own
         if group is not None and piece.ranks is not None:
             own = own.to(full.device, full.dtype, copy=True)
-            # One rank that receives after another.
-            for target, rank in enumerate(dist.get_process_group_ranks(group)):
-                if piece.receives(rank):
-                    takes, gives = [0] * len(numels), [0] * len(numels)
-                    gives[target], into = own.numel(), full[:0]
-                    if target == group.rank():
-                        takes, into = numels, full
-                    sizes = takes, gives
-                    work = collectives.all_to_all(
-                        into, own, sizes, group, async_op=True
-                    )
-                    sent.append((work, own))
+            sent += _send_to_some(piece, group, own, full)
         elif full.numel():
             parts = torch.split(full, numels)
             # Casts, and copies from the host; the gather is in place.

@@ -1,8 +1,6 @@
 """Full parameters outside the step, as a context manager.
 
-The block sees new parameters over new buffers, in the parameters' dtype; the units stay
-sharded underneath. Nothing frees this memory under a tensor that the block keeps, and
-parameters that it keeps show this rank's rows afterwards.
+The block sees new parameters over new buffers; the units stay sharded underneath.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from composable_fsdp.flat.build import full_leaves, full_views
 from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
 from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.memory import is_at
 from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.flat.param_ref import param_refs, place_path
 from composable_fsdp.flat.region import part_of
@@ -49,8 +46,7 @@ from composable_fsdp.tree.root import (
 from composable_fsdp.tree.state import Summon, _FSDPState
 
 NO_STEPS: WeakKeyDictionary[FlatParamHandle, str] = WeakKeyDictionary()
-"""Why optimizers may not step on a unit now; ``{}`` stands for the name of a parameter.
-Weak: a model may be dropped while it sleeps."""
+"""Why optimizers may not step on a unit now; ``{}`` is the name of a parameter."""
 _SHOWN = (
     "inside unshard_params, which shows {} full; the end of the block would write the "
     "full values over the step. Call it after the block."
@@ -171,22 +167,18 @@ def _unshard_states(
     check_same: bool = False,
     what: str = "unshard_params(writeback=True)",
 ) -> Iterator[None]:
-    """Show full parameters of ``states``; write back on all ranks of a unit or on none.
-
-    ``what`` names the caller in messages. Collective, Raises: as ``unshard_params``.
-    """
+    """Show full parameters of ``states``; write back on all ranks of a unit or none."""
     # ``offload_to_cpu`` copies on this rank alone, and may differ between ranks.
     decide = {"writeback": writeback, "rank0_only": rank0_only}
     decide |= {"with_grads": with_grads, "check_same": check_same}
     details = tuple(f"{name}=True" for name, is_set in decide.items() if is_set)
-    title = states[0].title if states else ""
+    title = "".join(state.title for state in states[:1])
     call = Call(what.partition("(")[0], title, details, _ENTER_EVERYWHERE)
     # A block in a training loop repeats, and an expected call visits no store.
     meet_over(states, call, replicas=writeback, always=False)
     for state in states:
         compare_models(state, replicas=writeback, written=writeback)
     routes = {_route(state): state.handle.layout.device for state in states}
-    failed: dict[Route, int | None] = {}
     with ExitStack() as stack:
         shown: list[_ShownUnit] = []
         for state in states:
@@ -212,14 +204,26 @@ def _unshard_states(
                     send_failure(groups, device)
             raise
         if writeback:
-            failed = {route: failed_rank(route, at) for route, at in routes.items()}
-            agreed = [unit for unit in shown if failed[_route(unit.state)] is None]
-            for unit in agreed if check_same else ():
-                unit.require_same_values()
-            for unit in reversed(agreed):
-                unit.write()
-                if with_grads:
-                    unit.write_gradients()
+            _write(shown, routes, what, with_grads=with_grads, check_same=check_same)
+
+
+def _write(
+    shown: list[_ShownUnit],
+    routes: dict[Route, torch.device],
+    what: str,
+    *,
+    with_grads: bool,
+    check_same: bool,
+) -> None:
+    """Write full values back into the shards of units of which no rank has raised."""
+    failed = {route: failed_rank(route, device) for route, device in routes.items()}
+    agreed = [unit for unit in shown if failed[_route(unit.state)] is None]
+    for unit in agreed if check_same else ():
+        unit.require_same_values()
+    for unit in reversed(agreed):
+        unit.write()
+        if with_grads:
+            unit.write_gradients()
     rank = next((each for each in failed.values() if each is not None), None)
     if rank is not None:
         raise DesyncError(
@@ -230,11 +234,7 @@ def _unshard_states(
 
 
 class _ShownUnit:
-    """The full parameters that a block shows on this rank for a unit.
-
-    With ``rank0_only`` all ranks but the first show sharded parameters; the lists are
-    then empty.
-    """
+    """The full parameters of a unit that a block shows; none where it shows shards."""
 
     __slots__ = (
         *("context", "fulls", "handle", "leaves", "rank0_only", "state"),
@@ -245,7 +245,6 @@ class _ShownUnit:
         self.state, self.rank0_only = state, rank0_only
         self.context, self.handle = ensure_root(state), state.handle
         self.fulls: list[Tensor] = []
-        """Per region ``(padded_numel,)``."""
         self.views: list[Tensor] = []
         """Per parameter, as in ``handle.leaves``: its elements in ``fulls``."""
         self.leaves: list[nn.Parameter] = []
@@ -337,18 +336,14 @@ class _ShownUnit:
                     f"{want}. Write into it in place, for example "
                     "parameter.data.copy_(values)."
                 )
-            if not is_at(found, home):
+            if found.dtype != home.dtype or not found.is_set_to(home):
                 # Cloned: the assigned tensor may be another view of the full buffer.
                 home.copy_(found.clone())
             parameters[name] = expected
 
     @torch.no_grad()
     def require_same_values(self) -> None:
-        """Refuse full values of a block that differ between the unit's ranks.
-
-        Collective: an all-gather of objects over the shard and the replicate group.
-        Raises: DesyncError with the parameter's name, on all ranks alike.
-        """
+        """Refuse values that differ between ranks, by an all-gather of objects."""
         names = [ref.name for ref in param_refs(self.handle)]
         told = [hash_values(self.views).tolist()] if names else []
         for group in self.handle.groups.present:
@@ -369,8 +364,7 @@ class _ShownUnit:
     def write(self) -> None:
         """Copy this rank's part of the full values into the shards.
 
-        Collective: none; with ``rank0_only`` per region with elements a scatter over
-            the shard group and a broadcast over the replicate group.
+        Collective: with ``rank0_only`` per region a scatter, and a broadcast.
         """
         handle, groups = self.handle, self.handle.groups
         for region, full in zip_longest(handle.layout.regions, self.fulls):
@@ -407,9 +401,7 @@ class _ShownUnit:
     def show_gradients(self, *, to_cpu: bool) -> None:
         """Set ``.grad`` of the full parameters to the full gradients.
 
-        Collective: over the shard group a single all-reduce with a byte per parameter;
-            if any rank has a gradient, an all-gather, or with ``rank0_only`` a gather
-            per region.
+        Collective: an all-reduce of a byte each; if any has one, a gather per region.
         """
         handle, regions = self.handle, self.handle.layout.regions
         refs = [*param_refs(handle)]
@@ -446,8 +438,7 @@ class _ShownUnit:
     def write_gradients(self) -> None:
         """Set the sharded gradients to this rank's part of the block's full gradients.
 
-        Collective: none; with ``rank0_only`` over the shard group and over the
-            replicate group a broadcast with a byte per parameter, and one per gradient.
+        Collective: with ``rank0_only`` broadcasts of a byte each, and per gradient.
         """
         handle, device = self.handle, self.handle.layout.device
         refs = [*param_refs(handle)]

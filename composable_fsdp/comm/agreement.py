@@ -1,11 +1,7 @@
 """Communication with the other ranks of a group through c10d's key-value store.
 
-The store of torchrun outlives its workers: after a restart it holds all keys of the
-attempt before, and groups have the same names again. So the first rank draws a name,
-and every other rank believes only an answer to the number that it has drawn itself::
-
-    hello/R     the number of rank R; the name, once it has read that
-    answer/R    the number of rank R that the first rank has read, and the name
+The store outlives a restart by torchrun, with all keys of the attempt before. So the
+first rank draws a name, and others believe only an answer to their own random number.
 """
 
 from __future__ import annotations
@@ -144,11 +140,7 @@ def group_timeout(group: Any) -> float:
 
 
 TIMEOUT_VARIABLE = "COMPOSABLE_FSDP_ORDER_TIMEOUT"
-"""Environment variable: seconds to wait for other ranks in the store; 0 switches all
-comparisons off.
-
-Default: 0.9 times the group's timeout, so that a DesyncError is raised before the
-backend aborts a collective that waits for a missing rank."""
+"""Seconds to wait for other ranks in the store (0: none); else 0.9 of the timeout."""
 
 _SHARE = 0.9
 """Default wait as a fraction of the group's timeout."""
@@ -157,10 +149,7 @@ _peers: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
 def can_compare(group: dist.ProcessGroup) -> bool:
-    """Return whether the ranks of ``group`` are real and share a store.
-
-    Raises: CompositionError, if ``group`` was destroyed.
-    """
+    """Return whether the ranks of ``group`` are real and share a store."""
     if os.environ.get(TIMEOUT_VARIABLE) == "0":
         return False
     try:
@@ -199,10 +188,7 @@ class Peers:
         return None if told == mine else (int(rank), json.loads(told))
 
     def share(self, text: str | None, within: float, *, said: bool) -> str | None:
-        """Return the first text that a rank gives, on all ranks; ``said``: after that.
-
-        Goes by the ranks that come ``within`` seconds; the last removes the keys.
-        """
+        """Return the first text that a rank gives within the time, on all that come."""
         store, key, size = key_value_store(), f"{self._key}/counts", self._size
         if text is not None:
             store.compare_set(f"{self._key}/text", "", text)

@@ -1,11 +1,8 @@
 """The only module that calls collectives of torch.distributed; calls can be recorded.
 
-Each function sends a single collective over ``group``, whose ranks must all call
-(regions that are issued together count as a single collective); the ``_object``
-functions send the sizes first, and are not for the steady state. With ``async_op=True``
-a function returns an ``Operation`` whose ``wait`` must be called before the result is
-read; otherwise the current stream is ordered after the collective. All raise
-CollectiveError if the backend raises.
+Each function sends a single collective over ``group``, whose ranks must all call; the
+``_object`` functions send the sizes first. With ``async_op=True`` it returns an
+``Operation`` to wait for. All raise CollectiveError if the backend raises.
 """
 
 from __future__ import annotations
@@ -74,15 +71,11 @@ class CallRecord:
     """A collective as this rank sent it, for tests and benchmarks."""
 
     op: str
-    """The kind: the name of the function here, without ``_flat``."""
     numel: tuple[int, ...]
-    """Elements per buffer: of the full buffer (``padded_numel``) for all_gather and
-    reduce_scatter, of the shard for gather and scatter, of the tensor for all_reduce
-    and broadcast; empty for objects."""
+    """Elements per buffer, the full one or else the shard; empty for objects."""
     dtype: tuple[torch.dtype, ...]
     """Dtype per buffer; empty for objects."""
     world_size: int
-    """Number of ranks of the group."""
 
     @property
     def nbytes(self) -> int:
@@ -92,10 +85,7 @@ class CallRecord:
 
 @contextmanager
 def record() -> Iterator[list[CallRecord]]:
-    """Collect the collectives that this process sends inside the block, in order.
-
-    A nested block hides its collectives from the outer block.
-    """
+    """Collect the collectives of the block in order, hidden from an outer block."""
     found: list[CallRecord] = []
 
     def note(operation: Operation, tensors: Sequence[Tensor]) -> None:

@@ -1,10 +1,9 @@
 """CUDA streams and events of a root; on CPU, null objects in their place.
 
-On CPU, collectives are issued with ``async_op=True`` and the CPU waits for the ``Work``
-where CUDA waits for an event. Private: ``torch._C._cuda_getDevice``,
-``_cuda_getCurrentStream`` and ``_cuda_setStream`` (``torch.cuda`` calls them after more
-Python than the launch of a kernel takes), ``peek_interpreter_stack`` and
-``_DisableFuncTorch`` of functorch; checked on torch 2.13 (CPU) and 2.11 (CUDA).
+Private: ``torch._C._cuda_getDevice``, ``_cuda_getCurrentStream``, ``_cuda_setStream``
+(``torch.cuda`` reaches them in more time than a kernel's launch takes),
+``peek_interpreter_stack`` and ``_DisableFuncTorch``; checked on torch 2.13 (CPU) and
+2.11 (CUDA).
 """
 
 from __future__ import annotations
@@ -130,8 +129,7 @@ class UnitEvents:
         self.reduce_writer: torch.cuda.Stream | None = None
         """The stream that first copied gradients into the reduce buffers."""
         self.leaf_streams: tuple[torch.cuda.Stream, ...] = ()
-        """The streams on which AccumulateGrad nodes and hooks of full leaves run
-        (``runtime.grad_hooks``); usually a single stream."""
+        """The streams on which AccumulateGrad nodes and hooks of full leaves run."""
 
 
 NO_EVENTS = UnitEvents(_NoEvent)
@@ -163,14 +161,11 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.armed: torch.cuda.Stream | None = None
-        """The stream of the last forward for which ``runtime.grad_hooks`` has looked
-        at the AccumulateGrad nodes."""
+        """The stream of the last forward that ``runtime.grad_hooks`` has prepared."""
         self.host_waits = True
-        """Whether collectives are issued with ``async_op=True``, and the host waits for
-        the works; else the streams wait."""
+        """Whether the host waits for the works of collectives, or else streams do."""
         self.reads_host = False
-        """Whether all-gathers read shards in host memory, so that optimizers must wait
-        for the gather stream."""
+        """Whether all-gathers read host memory, so that optimizers must wait."""
         self.stepped: StreamEvent | None = None
         """End of the last optimizer step, on its stream; ``None`` before the first."""
 
@@ -334,10 +329,7 @@ def wait_unless_captured(stream: torch.cuda.Stream, other: torch.cuda.Stream) ->
 
 
 def copy_async(target: Tensor, source: Tensor) -> None:
-    """Issue a copy on the current stream; the CPU does not wait.
-
-    ``source`` must not change until the stream has reached the copy.
-    """
+    """Issue a copy of ``source``, which must not change until the stream is there."""
     try:
         target.copy_(source, non_blocking=True)
     except RuntimeError:

@@ -217,10 +217,7 @@ class Groups:
 
 @dataclass(eq=False)
 class RankLayout:
-    """The ranks that the caller of ``fully_shard`` chose, and the groups per strategy.
-
-    ``comm.meshes.groups_for`` makes the groups.
-    """
+    """The ranks that the caller of ``fully_shard`` chose, and groups per strategy."""
 
     shard_ref: GroupRef
     replicate_ref: GroupRef | None
@@ -228,7 +225,6 @@ class RankLayout:
     members: Sequence[int]
     """The global ranks in the order of ``grid``."""
     device_type: str | None = None
-    """Device type of the mesh, or ``None`` without a mesh."""
     by_node: bool = False
     """Whether the caller gave neither a group nor a mesh."""
     ways: dict[Choice, Ways] = field(default_factory=dict)

@@ -1,16 +1,8 @@
 """Calls that all ranks of a group have to make together, and their outcomes.
 
-``if rank == 0: save(...)`` would send on one rank: its collective pairs with the next
-collective of the other ranks. So such a call meets the other ranks before it sends
-(``features.guard.meetings``).
-
-A rank that raises alone leaves the others waiting. By what these do at that moment::
-
-    raise_on_all_ranks             a rank that raises joins the ``exchange`` in which
-                                   the other ranks wait anyway; success sends nothing
-    require_success_on_all_ranks   every rank sends an outcome and waits for all
-    send_failure, failed_rank      a rank that raises sends an integer and does not
-                                   wait; the other ranks wait for the integers
+A call on one rank alone would pair its collective with another one of the other ranks.
+So it meets them before it sends (``features.guard.meetings``), and a rank that raises
+tells those that wait.
 """
 
 from __future__ import annotations
@@ -33,7 +25,6 @@ class Call(NamedTuple):
     """A call that all ranks of a group have to make together."""
 
     name: str
-    """What the user called."""
     of: str = ""
     """The module or unit that the call is about; empty if there is none."""
     details: tuple[str | int, ...] = ()
@@ -53,7 +44,6 @@ def meet(
 ) -> None:
     """Wait until every rank of each group makes an equal ``call``.
 
-    Three round trips to the store per group; none if not ``always`` and it is expected.
     Raises: DesyncError, if a rank makes another call, or none within the time limit.
     """
     for each in MEETS:
@@ -66,7 +56,6 @@ class Failure(NamedTuple):
     kind: type[Exception]
     text: str
     rank: int
-    """The global rank that raised."""
 
     @classmethod
     def of(cls, error: Exception | None, rank: int) -> Failure | None:
@@ -97,20 +86,14 @@ class Outcome(NamedTuple):
 def exchange(
     error: Exception | None, value: object, group: dist.ProcessGroup
 ) -> list[Outcome]:
-    """Return every rank's outcome in rank order; raise nothing.
-
-    Collective: one all-gather of objects over ``group``; all its ranks must call.
-    """
+    """Return every rank's outcome in rank order, by an all-gather of objects."""
     said = Outcome(Failure.of(error, dist.get_rank()), value)
     return collectives.all_gather_object(said, group)
 
 
 @contextmanager
 def raise_on_all_ranks(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
-    """If the block raises, send the error to the ranks that wait in ``exchange``.
-
-    Collective: only if the block raises, one ``exchange`` per group.
-    """
+    """If the block raises, send the error to the ranks that wait in ``exchange``."""
     try:
         yield
     # Not BaseException: after Ctrl-C a rank must not wait in an exchange.
@@ -145,10 +128,7 @@ def require_success_on_all_ranks(groups: Sequence[dist.ProcessGroup]) -> Iterato
 
 
 def send_failure(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Tell the ranks that wait in ``failed_rank`` that this rank raised.
-
-    Collective: as ``failed_rank``, without a wait for the other ranks.
-    """
+    """Tell the ranks in ``failed_rank`` that this one raised, and do not wait."""
     for group in groups:
         # async_op: this rank's exception is raised at once, whatever the others do.
         flag = torch.tensor([dist.get_rank() + 1], dtype=torch.int32, device=device)

@@ -1,20 +1,5 @@
 """From the groups or the mesh that a caller names to a unit's groups and device.
 
-Of a mesh with three and more dims, the dims are taken by their names::
-
-    dims                                     ranks of a dim hold           units
-    shard, fsdp, dp, data, dp_shard          equal parameters, other data  shard
-    cp, context                              equal parameters, parts of    shard
-                                             the same sequences
-    replicate, dp_replicate, ddp             equal parameters, other data  replicate
-    tp, ep, pp, ..                           other parts of the model      refused
-
-Several dims that shard become a single dim of all their ranks. Hybrid units without
-given groups shard within a node and replicate across nodes::
-
-    8 ranks, LOCAL_WORLD_SIZE=4      shard      0 1 2 3 | 4 5 6 7
-                                     replicate  0 4 | 1 5 | 2 6 | 3 7
-
 Private: ``DeviceMesh._flatten``, ``_get_root_mesh``, checked on torch 2.13 and 2.11.
 """
 
@@ -65,8 +50,7 @@ SHARDING = ("shard", "fsdp", "dp", "data", "dp_shard", "cp", "context")
 """Names of mesh dims over which parameters are sharded."""
 
 CHECKPOINT_TIMEOUT = "COMPOSABLE_FSDP_CHECKPOINT_TIMEOUT"
-"""Environment variable: seconds that a rank waits for the others in ``save`` and
-``load``. Default: the timeout of the model's process group."""
+"""Seconds that a rank waits for others in ``save`` and ``load``; else the timeout."""
 
 _made: dict[tuple[tuple[int, ...], str], weakref.ref[dist.ProcessGroup]] = {}
 """Groups created here, by global ranks and purpose."""
@@ -160,10 +144,7 @@ def _member(group: object) -> dist.ProcessGroup:
 def _groups_of_mesh(
     mesh: DeviceMesh,
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """Return the groups of a 1-D mesh, a 2-D mesh (replicate, shard), or by names.
-
-    Collective: the creation of process groups at the first call, if dims are flattened.
-    """
+    """Return the groups of a 1-D mesh, a 2-D mesh (replicate, shard), or by names."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"device_mesh expects a DeviceMesh, got {type(mesh).__name__}. Make one "
@@ -229,11 +210,7 @@ def _refuse_others(mesh: DeviceMesh, known: Sequence[str] | None) -> None:
 
 
 def dims_for(ranks: RankLayout, chosen: Choice) -> Dims:
-    """Return the dims of a unit's placement on its ranks.
-
-    Raises: PlanError, if a hybrid strategy has no groups to replicate over, if
-    ``LOCAL_WORLD_SIZE`` is not set or does not divide the world size, or as ``place``.
-    """
+    """Return the dims of a unit's placement on its ranks; PlanError, if it has none."""
     if chosen not in HYBRID or ranks.replicate is not None:
         return place(ranks.grid, chosen)
     if not ranks.by_node:
@@ -270,9 +247,7 @@ def sizes_for(ranks: RankLayout, chosen: Choice) -> Ways:
 def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
     """Return the groups of a unit; units with equal placements share them.
 
-    Collective: creates the groups that the caller has not given, at the first call for
-        a placement; all ranks must call, as of ``group_like``.
-    Raises: PlanError, as ``dims_for``.
+    Collective: creates groups that the caller has not given, on all ranks, once each.
     """
     if (made := ranks.groups.get(chosen)) is not None:
         for ref in (made.scatter_ref, made.sum_ref, made.kept_ref, made.spread_ref):
@@ -310,8 +285,16 @@ def groups_for(ranks: RankLayout, chosen: Choice) -> Groups:
             first -= at // strides[name] % sizes[name] * strides[name]
         steps = [range(0, sizes[name] * strides[name], strides[name]) for name in names]
         row = tuple(members[first + sum(each)] for each in product(*steps))
-        if row == tuple(range(dist.get_world_size())):
+        everyone = range(dist.get_world_size())
+        if row == tuple(everyone):
             return dist.group.WORLD
+        # Of a pair, this rank knows its own row and column alone.
+        if len({*row} & {*everyone}) < len(row):
+            raise PlanError(
+                f"{name_of(chosen)} expects a tuple of process groups that are the "
+                f"rows and columns of a grid, with equal steps between ranks; got one "
+                f"that gives ranks {list(row)}. Pass a 2-D device_mesh."
+            )
         return group_like(ranks.shard, "placement", row)
 
     steps = [over(names) for names in dims.steps]
@@ -345,9 +328,8 @@ def group_like(
 ) -> dist.ProcessGroup:
     """Return another group of the ranks (or ``ranks``) and backend of ``group``.
 
-    Collective: creates the group at the first call; all ``ranks`` must call. NCCL with
-        ``init_process_group(device_id=...)`` divides the communicator of the default
-        group, all ranks of which must then make a group at the same time.
+    Collective: creates the group at the first call. NCCL with ``device_id=`` divides
+        the default group, all ranks of which must then make a group at the same time.
     """
     ranks = ranks or tuple(dist.get_process_group_ranks(group))
     return _own_group(ranks, purpose, dist.get_backend(group), group_timeout(group))
@@ -403,13 +385,7 @@ def resolve_device(
     parameters: Sequence[torch.Tensor],
     below: Sequence[torch.device] = (),
 ) -> torch.device:
-    """Return the compute device of a unit, with an index if CUDA.
-
-    The first rule that applies: ``device_id``; a device of the mesh's device type; a
-    CUDA device if the group uses NCCL; the device of the parameters; the device of the
-    units below; the CPU. Among CUDA devices: the device of the parameters or of the
-    units below; the device that the group is bound to; the current device.
-    """
+    """Return the compute device of a unit, with an index if CUDA."""
     if device_id is not None:
         if isinstance(device_id, int):
             return torch.device("cuda", device_id)

@@ -1,26 +1,8 @@
 """The collectives that this rank issues over each process group, and their records.
 
-Every collective of this package is an ``Operation`` in the ``GroupRef`` of its
-process group, whichever tree, direction or call sends the collective. The ranks of a
-group issue their collectives in the same order, so the n-th operation of a rank pairs
-with the n-th operation of every other rank::
-
-    number  op              unit       phase or call     issued   waited   done
-    410     all_gather      blocks.1   forward           .        .        .
-    411     reduce_scatter  blocks.2   backward          .        .        .
-    412     all_reduce                 clip_grad_norm_   .        .
-
-While a profiler runs, the collectives, the forward and the backward of each unit are
-ranges in its trace::
-
-    composable_fsdp::forward (blocks.0)
-        composable_fsdp::all_gather (blocks.0)
-        composable_fsdp::all_gather_wait (blocks.0)
-    composable_fsdp::backward (blocks.0)
-
-Without one, a step reads two variables per range: callers ask
-``profiler._is_profiler_enabled`` (private, checked on torch 2.13) before they open a
-range, and ``OPEN`` before they close a range.
+The ranks of a group issue their collectives in the same order, so the n-th of a rank
+pairs with the n-th of every other. Private: ``profiler._is_profiler_enabled``, read
+before a range is opened; checked on torch 2.13.
 """
 
 from __future__ import annotations
@@ -51,8 +33,7 @@ profiler: Any = torch.autograd.profiler
 """The module whose ``_is_profiler_enabled`` tells whether a profiler runs."""
 
 OPEN: dict[tuple[str, int], list[tuple[str, Any]]] = {}
-"""The open ranges by kind ("forward" or "backward") and id of the tree's context, the
-innermost last: the name of the unit, and torch's ``record_function``."""
+"""The open ranges by kind and id of the tree's context, innermost last."""
 
 # A unit is IDLE in the step only while it is prefetched by the forward of another unit.
 PHASES = {
@@ -324,8 +305,7 @@ def _calling() -> str:
 
 
 RECORDING: list[Callable[..., None]] = []
-"""Called with groups before their first collective, and ``agree``: whether to wait in
-the store for all ranks of each; ``features.defaults`` fills the list."""
+"""Called with groups before their first collective, and whether to wait for all."""
 
 
 def running_unit(stage: str) -> str | None:

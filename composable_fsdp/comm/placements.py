@@ -1,7 +1,4 @@
-"""The strategies as rows of one table, and the ranks of a placement.
-
-A placement names dims of a grid of ranks, of which a plan knows the sizes alone.
-"""
+"""The strategies as rows of one table, and the ranks of a placement."""
 
 from __future__ import annotations
 
@@ -37,7 +34,6 @@ ROWS: dict[ShardingStrategy, Placement] = {
 """The placement of each strategy."""
 
 Choice: TypeAlias = ShardingStrategy | Placement
-"""A strategy, or the caller's own placement."""
 
 
 class Ways(NamedTuple):
@@ -116,10 +112,7 @@ def grid_of(dims: Mapping[str, int]) -> Grid:
 
 @lru_cache(maxsize=64)  # asked for each unit
 def place(grid: Grid, chosen: Choice) -> Dims:
-    """Return the dims of a placement.
-
-    Raises: PlanError, for a dim that the grid does not have.
-    """
+    """Return the dims of a placement; PlanError, if the grid lacks a dim."""
     placement, sizes = placement_of(chosen), dict(grid.dims)
     found: tuple[str, ...] = ()
     rows = []
@@ -165,10 +158,7 @@ def _named(
 def group_sizes(
     chosen: Choice, *, world_size: int, shard_world_size: int | None = None
 ) -> Ways:
-    """Return the numbers of ranks of a unit on a grid (replicate, shard).
-
-    Raises: PlanError, if a hybrid strategy gets no ``shard_world_size``.
-    """
+    """Return the numbers of ranks of a unit on a grid (replicate, shard)."""
     if shard_world_size is None and chosen in HYBRID:
         # The number of nodes is unknown here, so the plan cannot choose the groups that
         # a hybrid strategy chooses by itself.

@@ -1,8 +1,4 @@
-"""``WireFormat``: what a user derives to encode the shards that an all-gather sends.
-
-A region is seen as a ``WireLayout``. The package's own formats are in
-``features.wires``.
-"""
+"""``WireFormat``: what a user derives to encode the shards that an all-gather sends."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ class Matrix(NamedTuple):
     """The first element in the flat buffer."""
     rows: int
     width: int
-    """Elements per row."""
 
 
 class WireLayout(NamedTuple):

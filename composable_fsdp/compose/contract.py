@@ -1,14 +1,6 @@
 """The contract of a composable API: a single state per call, and unchanged names.
 
-::
-
-    api(module) --> modules checked --> names noted --> state registered --> API runs
-                    (nothing changed)                                           |
-         module <-- names and their order compared <-- value that it returned <-'
-                            '-- on any error: the registry is restored
-
-Optimizers, checkpoints and the next API find parameters by name, and the order of names
-pairs ranks and optimizer states.
+Optimizers, checkpoints and the next API find parameters by name and order.
 """
 
 from __future__ import annotations
@@ -38,9 +30,7 @@ S_co = TypeVar("S_co", covariant=True)
 T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
 
 First = Callable[[Any, Mapping[str, Any]], bool]
-"""Called with the module and the keyword arguments before a call changes anything; a
-true result ends the call.
-"""
+"""Called with module and keyword arguments before any change; true ends the call."""
 
 
 class Contract(Protocol[P, S_co]):
@@ -72,10 +62,8 @@ def contract(
 ) -> Callable[[Callable[Concatenate[Any, P], object]], Contract[P, Any]]:
     """Turn a function of a module, or of a list of modules, into a composable API.
 
-    Each call of the API makes one ``state_cls()`` and registers this state, under the
-    function's name, on the module or on every module of the list. Then the function
-    runs, reads the state with ``api.state(module)``, and returns None or its first
-    argument.
+    Each call makes one ``state_cls()`` and registers it, under the function's name, on
+    every module. Then the function runs, which returns None or its first argument.
 
     Args:
         state_cls: makes the state of a call. Default SimpleNamespace, which accepts any
@@ -220,8 +208,7 @@ def _require_names(api: str, module: nn.Module, before: _Outline) -> None:
 
 
 _Outline = list[Sequence[str]]
-"""The keys of parameters, buffers and children, of each module in ``.modules()`` order
-and once per path. Equal if the names are, and takes a third of their time."""
+"""The keys of each module, once per path; compared in a third of the time of names."""
 
 
 def _outline(module: nn.Module) -> _Outline:
@@ -264,11 +251,7 @@ def _names(outline: _Outline) -> dict[str, list[str]]:
 
 
 def _as_modules(api: str, module: object) -> Sequence[nn.Module]:
-    """Return the modules that the argument ``module`` names, as a sequence.
-
-    Raises: TypeError, if the argument is no module and no list of modules;
-    CompositionError, if a module occurs twice in the list.
-    """
+    """Return the modules that the argument ``module`` names, as a sequence."""
     if isinstance(module, nn.Module):
         return (module,)
     if not isinstance(module, list | tuple) or not module:

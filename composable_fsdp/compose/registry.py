@@ -1,7 +1,6 @@
 """The states of the APIs on a module, and the nearest enclosing state of a module.
 
-``module.__dict__["_composable_api_states"]`` holds ``{api name: state}`` and is copied
-and pickled with the module; an ``OwnerMap`` keeps nothing alive. Reads never write.
+The registry is in the module's ``__dict__``, so it is copied and pickled with it.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ REPLICATE: Final = "replicate"
 """The names of this package's states in the registry."""
 
 REGISTRY_KEY: Final = "_composable_api_states"
-"""The key of a module's registry in ``module.__dict__``.
-
-The key is a constant, so a module that was pickled in another process keeps its states.
-"""
+"""The key in ``module.__dict__``: constant, so that pickled modules keep states."""
 
 S = TypeVar("S")
 

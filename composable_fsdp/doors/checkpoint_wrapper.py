@@ -1,8 +1,4 @@
-"""Activation wrappers under the names that torch's FSDP scripts import.
-
-Each adds a level to the module tree and removes its component from the names in state
-dicts and from ``named_parameters``; ``checkpoint`` recomputes without a level.
-"""
+"""Activation wrappers under the names that torch's FSDP scripts import."""
 
 from __future__ import annotations
 

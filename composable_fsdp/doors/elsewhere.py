@@ -23,10 +23,7 @@ _OWN = {
 
 
 def submodule(name: str) -> ModuleType:
-    """Return a submodule of the package; for the package's ``__getattr__``.
-
-    Raises: ImportError in ``from composable_fsdp import ...``, else AttributeError.
-    """
+    """Return a submodule of the package; for the package's ``__getattr__``."""
     full = f"composable_fsdp.{name}"
     # Without private names: ``__main__`` would run the command line.
     if not name.startswith("_"):

@@ -1,8 +1,6 @@
 """FSDP2's functions and policies over the units of this package.
 
-State dicts hold sharded values, and the class becomes ``FSDP<name>``: this door alone
-changes classes. Parameters stay plain tensors, as everywhere. Names, fields, field
-order and defaults of the policies are those of torch's FSDP2.
+This door alone changes classes: that of a sharded module becomes ``FSDP<name>``.
 """
 
 from __future__ import annotations
@@ -163,9 +161,8 @@ def fully_shard(
 ) -> FSDPModule | list[FSDPModule]:
     """Shard ``module`` in place, with the arguments of FSDP2's ``fully_shard``.
 
-    The class of the module becomes ``FSDP<name>``, which also derives from
-    ``FSDPModule``. Parameters stay plain tensors with this rank's rows. State dicts
-    hold sharded values, whose ``full_tensor()`` gathers.
+    The class of the module becomes ``FSDP<name>``, a ``FSDPModule``. Parameters stay
+    plain tensors with this rank's rows; state dicts hold sharded values.
 
     Args:
         module: The module, or a list of modules that becomes one unit.
@@ -367,10 +364,7 @@ def mixed_precision_of(policy: object) -> MixedPrecision | None:
 
 
 def cpu_offload_of(policy: object, device_type: str) -> CPUOffload | None:
-    """Return the ``CPUOffload`` that equals FSDP2's ``policy``.
-
-    Raises: TypeError, for another ``policy``; PlanError, for pageable memory.
-    """
+    """Return the ``CPUOffload`` that equals FSDP2's ``policy``."""
     by_fields(OffloadPolicy, policy, argument="offload_policy", home=_HOME)
     # By name, because a script may still import the class from torch.
     if "CPUOffloadPolicy" not in [base.__name__ for base in type(policy).__mro__]:

@@ -1,8 +1,4 @@
-"""``FSDPModule``: FSDP2's methods on modules that the door of FSDP2 has sharded.
-
-Each method calls the function of this package with the same meaning. One whose promise
-concerns memory, streams or communicators raises; no result depends on such a method.
-"""
+"""``FSDPModule``: FSDP2's methods on modules that the door of FSDP2 has sharded."""
 
 from __future__ import annotations
 
@@ -21,19 +17,14 @@ from composable_fsdp.features.init_weights import apply_whole
 class FSDPModule(nn.Module):
     """The base class of modules that ``composable_fsdp.fsdp2.fully_shard`` has sharded.
 
-    ``isinstance(module, FSDPModule)`` finds these modules. The class of such a module
-    is named after the module's own class, ``FSDPLinear`` for ``Linear``, and derives
-    from both.
+    The class of such a module, ``FSDPLinear`` for ``Linear``, derives from both.
     """
 
     _plain_class: type[nn.Module]
     """The class of the module before sharding."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a plain module: a slice of an ``nn.Sequential`` calls its own class.
-
-        The new module is not sharded, so neither is its class.
-        """
+        """Return a plain module: a slice of an ``nn.Sequential`` calls its class."""
         # The result is no instance of ``cls``, so Python does not call ``__init__``
         # again.
         return cls._plain_class(*args, **kwargs)

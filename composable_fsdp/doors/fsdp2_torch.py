@@ -1,13 +1,8 @@
 """The three places where the door of FSDP2 changes torch, so that scripts may stay.
 
-::
-
-    torch.nn.utils.clip_grad_norm_(parameters)   units of the door: over all ranks
-    torch.amp.GradScaler                         ranks agree whether there is an inf
-    parameter.full_tensor, placements, ...       an AttributeError, with the way out
-
-Installed by the first ``fully_shard`` of the door. Private: the closure's variable
-``func`` of the first, and ``GradScaler._unscale_grads_`` (checked on torch 2.13).
+``clip_grad_norm_``, ``GradScaler`` and attributes of DTensors, at the first
+``fully_shard`` of the door. Private: the closure's variable ``func`` of the first, and
+``GradScaler._unscale_grads_`` (checked on torch 2.13).
 """
 
 from __future__ import annotations

@@ -1,15 +1,4 @@
-"""Frozen parameters that wrap tensors, such as quantized weights, as plain parameters.
-
-::
-
-    before    linear.weight         Int8Tensor of qdata and scale
-    after     linear.weight         a module ``TensorsInside`` with the parameters
-              linear.weight.qdata   int8, frozen       sharded as any frozen parameter
-              linear.weight.scale   float32, frozen
-    forward   linear.weight         Int8Tensor of views of the full qdata and scale
-
-The names are those that a checkpoint uses for tensors inside of others.
-"""
+"""Frozen parameters that wrap tensors, as quantized weights do, as plain parameters."""
 
 from __future__ import annotations
 
@@ -66,10 +55,9 @@ def open_wrapped_params(module: nn.Module) -> nn.Module:
     """Replace frozen parameters that wrap tensors by those tensors, to shard them.
 
     For quantized weights of torchao (``Int8Tensor``, ``NF4Tensor``) and other classes
-    with ``__tensor_flatten__``. Afterwards parameter ``weight`` is a module with the
-    parameters ``weight.qdata``, ``weight.scale`` and so on, which ``fully_shard`` takes
-    as any frozen parameters. While the forward of the owning module runs, its attribute
-    ``weight`` is a tensor of the original class. Call before ``fully_shard``.
+    with ``__tensor_flatten__``; call before ``fully_shard``. Afterwards ``weight`` is a
+    module with the parameters ``weight.qdata``, ``weight.scale`` and so on; while the
+    forward of the owning module runs, it is a tensor of the original class.
 
     Returns: ``module``.
 

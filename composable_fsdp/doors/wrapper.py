@@ -1,10 +1,6 @@
 """``FullyShardedDataParallel``: FSDP1's wrapper API over ``fully_shard``.
 
-The wrapped module holds the state, the handle and the hooks. The wrapper adds a level
-to the module tree and removes the wrapper's component from every name::
-
-    model.layer                        unit without a wrapper
-    model.layer._fsdp_wrapped_module   unit with a wrapper; names show "layer"
+The wrapped module holds the state, the handle and the hooks.
 """
 
 from __future__ import annotations
@@ -76,9 +72,8 @@ class FullyShardedDataParallel(PlainNames):
     """Shard ``module`` over ranks inside a wrapper; arguments as in torch's FSDP1.
 
     Every unit that ``auto_wrap_policy`` selects is replaced by a wrapper, as in FSDP1.
-    Parameters and buffers have the plain model's names, without
-    ``_fsdp_wrapped_module``. Wrapping a wrapper again with equal settings returns the
-    same wrapper.
+    Parameters and buffers have the plain model's names. Wrapping a wrapper again with
+    equal settings returns the same wrapper.
 
     Args:
         module: The module to shard and wrap.

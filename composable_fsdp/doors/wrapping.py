@@ -52,11 +52,7 @@ Apply = Callable[[nn.Module, dict[str, Any]], nn.Module | None]
 def post_order_apply(
     root: nn.Module, targets: Mapping[nn.Module, Mapping[str, Any]], fn: Apply
 ) -> None:
-    """Call ``fn(module, options)`` for each target, after all targets below.
-
-    A replacement that ``fn`` returns takes the module's place under every name and
-    parent. ``root`` is skipped: only the caller can replace it.
-    """
+    """Replace each target but ``root`` by ``fn(module, options)``, bottom up."""
     order = walk.post_order(root)
     # Find all places before the first change: a replacement hides the module inside.
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {m: [] for m in targets}
@@ -83,8 +79,7 @@ def enable_wrap(
 ) -> Iterator[None]:
     """Make ``wrap`` call ``wrapper_cls(module, **wrapper_kwargs)`` in this block.
 
-    Blocks nest: the inner block replaces the outer block completely until the inner
-    block ends, also by an exception. Other threads are not affected.
+    An inner block replaces the outer one. Other threads are not affected.
     """
     token = _current.set((wrapper_cls, wrapper_kwargs))
     try:
@@ -124,8 +119,6 @@ def transformer_auto_wrap_policy(
     transformer_layer_cls: set[type[nn.Module]],
 ) -> bool:
     """Return whether ``module`` is of a layer class; always True on the way down.
-
-    ``ModuleWrapPolicy`` decides the same; ``nonwrapped_numel`` has no influence.
 
     Raises: PlanError, if the module is a container such as ``nn.ModuleList``.
     """

@@ -1,19 +1,12 @@
-"""Apply sharding to one module: options, plan, checks, build.
-
-``fully_shard``, ``FullyShardedDataParallel`` and ``replicate`` all end in ``apply``::
-
-    prepare   check arguments, resolve ranks     no module is touched
-    apply     plan, checks                       every refusal comes before a change
-              param_init_fn, broadcast, shard    unit by unit
-              hooks: state dict, optimizer, DDP
-"""
+"""Apply sharding to one module: plan, checks, build."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,7 +14,6 @@ from torch import nn
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.meshes import resolve_device, resolve_ranks, sizes_for
 from composable_fsdp.compose.registry import API
-from composable_fsdp.config import TiedParams
 from composable_fsdp.errors import CompositionError, PlanError, warn
 from composable_fsdp.flat.handle import LEAVES, find_leaf
 from composable_fsdp.naming import WRAPPED_MODULE, join_name, quoted
@@ -34,130 +26,56 @@ from composable_fsdp.tree.state import IGNORED, _FSDPState, _get_module_fsdp_sta
 from composable_fsdp.tree.traversal import walk_states
 
 if TYPE_CHECKING:
-    from composable_fsdp.entries.initial_values import Init
+    from composable_fsdp.entries.initial_values import Init, PreparedValues
     from composable_fsdp.planning.policies import AnyPolicy
 
-# Imported when used: policies and initial values.
-
-_is_plain = attrgetter("is_plain")
+_is_meta, _has_no_form = attrgetter("is_meta"), attrgetter("is_plain")
 
 
-class Application(NamedTuple):
-    """The checked arguments of one application."""
-
-    request: PlanRequest
-    ranks: RankLayout
-    """The shard group and the replicate group that the caller named."""
-    device_id: int | torch.device | None
-    sync_module_states: bool
-    param_init_fn: Init | None
-    """The initializer of modules on meta; None leaves them on meta."""
-
-
-def prepare(
+def apply(
+    modules: Sequence[nn.Module],
+    state: _FSDPState,
     options: UnitOptions,
     *,
     process_group: Any = None,
     device_mesh: Any = None,
-    policy: AnyPolicy | None = None,
-    ignored_modules: Iterable[nn.Module] | None = None,
-    ignored_states: Iterable[Any] | None = None,
     device_id: int | torch.device | None = None,
     sync_module_states: bool = False,
-    tied_params: TiedParams = "error",
     api: str = API,
     param_init_fn: Init | None = None,
-) -> Application:
-    """Check the arguments and resolve the groups, without touching a module.
+    **given: Any,
+) -> None:
+    """Shard ``modules``, which form one unit; ``given``: see ``request_for``.
 
-    Raises: TypeError, PlanError, CompositionError, for arguments that cannot be used.
+    Collective: with ``sync_module_states`` a broadcast per tensor; creation of groups.
+    Raises: TypeError, PlanError, CompositionError, DesyncError, before any change.
     """
+    # Every check runs before the first change.
     if param_init_fn is not None and not callable(param_init_fn):
         raise TypeError(
             "param_init_fn expects a function of a module, got "
             f"{type(param_init_fn).__name__}."
         )
-    modules = as_list(ignored_modules, "ignored_modules")
-    states = as_list(ignored_states, "ignored_states")
-    units = None
-    if policy is not None:
-        from composable_fsdp.planning.policies import evaluate_policy
-
-        units = partial(evaluate_policy, policy)
     ranks = resolve_ranks(process_group, device_mesh, api)
-    request = make_request(
-        options,
-        ranks.world_size,
-        ignored_modules=modules,
-        ignored_states=states,
-        tied_params=tied_params,
-        sizes=partial(sizes_for, ranks),
-        policy=units,
-        api=api,
-        held=LEAVES,
-        owner_of=owner_of,
+    request = request_for(
+        options, ranks.world_size, sizes=partial(sizes_for, ranks), api=api, **given
     )
-    return Application(request, ranks, device_id, sync_module_states, param_init_fn)
-
-
-def as_list(given: Iterable[Any] | None, argument: str) -> list[Any]:
-    """Return the value of ``argument``, which may be an iterator, as a list.
-
-    Raises: TypeError, naming ``argument``, for a module, a tensor or no iterable.
-    """
-    if given is None:
-        return []
-    # nn.Sequential and torch.Tensor are iterable: a forgotten list is told by type.
-    if isinstance(given, (nn.Module, torch.Tensor)) or not isinstance(given, Iterable):
-        raise TypeError(
-            f"{argument} expects a list, got a {type(given).__name__}. Pass [it]."
-        )
-    return list(given)
-
-
-def apply(
-    modules: Sequence[nn.Module], state: _FSDPState, application: Application
-) -> None:
-    """Shard ``modules``; several modules form one unit.
-
-    Collective: with ``sync_module_states`` a broadcast per parameter and buffer over
-        the shard (and replicate) group; for the first hybrid unit that shards within a
-        node the creation of the node groups; else none.
-    Raises: PlanError, CompositionError, DesyncError; the modules are
-        then unchanged. An exception of ``param_init_fn`` comes after the first change.
-    """
-    request, ranks = application.request, application.ranks
-    # Every check runs before the first change.
-    for module in modules:
-        _refuse_owned(module, request.api)
-    targets = plan_targets(modules, request)
-    _refuse_started(modules[0], targets)
-    parameters = [p for t in targets for region in t.parameters for p in region]
-    device = _device_of(targets, parameters, application)
-    _refuse_ranks(targets, ranks, device)
-    init, sync = application.param_init_fn, application.sync_module_states
-    on_meta = any(map(attrgetter("is_meta"), parameters))
-    before: Callable[[int], None] | None = None
-    awaiting: tuple[int, ...] = ()
-    values = None
-    # Else all values are there: with a CPU as the compute device no buffer is moved.
-    if on_meta or init is not None or sync or device.type != "cpu":
-        from composable_fsdp.entries.initial_values import own_forms, prepare_values
-
-        if sync:
-            forms = own_forms(targets)
-            for meet in moments.BEFORE_SYNC:
-                meet(request.api, modules[0], ranks, forms)
-        values = prepare_values(
-            targets,
-            init=init,
-            sync=sync,
-            ranks=ranks,
-            device=device,
-            ignored=request.ignored_parameters,
-            on_meta=on_meta,
-        )
-        before, awaiting = values.before, values.awaiting
+    targets = _plan(modules, request)
+    parameters = [p for t in targets for p in chain(*t.parameters)]
+    device = _device_of(targets, parameters, device_id, ranks)
+    # Equal units share their layouts, so plain models pay one test per region.
+    if not all(map(_is_plain, targets)):
+        for check in moments.UNITS_PLANNED:
+            check(targets, ranks, device)
+    values = _prepare_values(
+        targets,
+        request,
+        ranks,
+        device,
+        init=param_init_fn,
+        sync=sync_module_states,
+        on_meta=any(map(_is_meta, parameters)),
+    )
     states = build_units(
         targets,
         state,
@@ -165,31 +83,110 @@ def apply(
         device=device,
         # Called just before each unit is sharded, so at most one unit has full values
         # beside the shards.
-        before=before,
-        awaiting=awaiting,
-        synced=sync,
-        api=request.api,
+        before=None if values is None else values.before,
+        awaiting=() if values is None else values.awaiting,
+        synced=sync_module_states,
+        api=api,
     )
     if values is not None:
         values.built(states)
     for sharded in moments.MODULES_SHARDED:
         sharded()
-    if request.ignored_modules or request.ignored_parameters:
-        _mark_ignored(modules, request)
+    _mark_ignored(modules, request)
     if request.policy is not None:
         # targets[0] is the root unit, whose options are the caller's own choice.
-        _keep_full_precision(targets[1:], request.options)
+        _keep_full_precision(targets[1:], options)
+
+
+def request_for(
+    options: UnitOptions,
+    world_size: int,
+    *,
+    policy: AnyPolicy | None = None,
+    **given: Any,
+) -> PlanRequest:
+    """Return the checked inputs of a plan; ``given``: see ``make_request``."""
+    units = None
+    if policy is not None:
+        # Imported when used.
+        from composable_fsdp.planning.policies import evaluate_policy
+
+        units = partial(evaluate_policy, policy)
+    return make_request(
+        options, world_size, policy=units, held=LEAVES, owner_of=_owner_of, **given
+    )
+
+
+def _plan(modules: Sequence[nn.Module], request: PlanRequest) -> tuple[Target, ...]:
+    """Return the units; raise CompositionError if earlier calls stand against them."""
+    for module in modules:
+        owner = _get_module_fsdp_state(module)
+        # The wrapper itself is no unit, but shares the state of the wrapped unit.
+        if module._modules.get(WRAPPED_MODULE) is not None and owner is not None:
+            raise CompositionError(
+                f"{request.api} got a {type(module).__name__}, which holds a module "
+                "that is sharded already. Use one of the two, on the plain module."
+            )
+        # An earlier unit above has moved the parameters into its flat buffer already.
+        if owner is not None and all(module is not m for m in owner.modules):
+            raise CompositionError(
+                f"{request.api} got a {type(module).__name__} whose parameters belong "
+                f"to the fully sharded {owner.title} above it. Apply {request.api} to "
+                "the children first and to the parent last."
+            )
+    targets = plan_targets(modules, request)
+    for state in chain(*[target.units_below for target in targets]):
+        # Streams and execution order of its own, which a unit above could not share
+        # any more.
+        if isinstance(state, _FSDPState) and state.context is not None:
+            fqn = next((n for n, _, s in walk_states(modules[0]) if s is state), "")
+            raise CompositionError(
+                f"fully_shard was called on a {type(modules[0]).__name__} whose unit "
+                f"{quoted(fqn)} ({type(state.module).__name__}) has already run as "
+                "its own root. Apply fully_shard to the whole model before its "
+                "first forward."
+            )
+    return targets
+
+
+def _prepare_values(
+    targets: Sequence[Target],
+    request: PlanRequest,
+    ranks: RankLayout,
+    device: torch.device,
+    *,
+    init: Init | None,
+    sync: bool,
+    on_meta: bool,
+) -> PreparedValues | None:
+    """Return what gives units their values; None if all values are there."""
+    # With a CPU as the compute device no buffer is moved.
+    if not (on_meta or init or sync or device.type != "cpu"):
+        return None
+    # Imported when used.
+    from composable_fsdp.entries.initial_values import PreparedValues, own_forms
+
+    if sync:
+        forms = own_forms(targets)
+        for meet in moments.BEFORE_SYNC:
+            meet(request.api, targets[0].modules[0], ranks, forms)
+    ignored = request.ignored_parameters
+    return PreparedValues(targets, ranks, device, ignored, init, sync, on_meta)
+
+
+def _is_plain(target: Target) -> bool:
+    """Return whether planning needs no check that knows the groups."""
+    plan = target.plan
+    return plan.options.arena is None and all(map(_has_no_form, plan.regions))
 
 
 def _device_of(
     targets: Sequence[Target],
     parameters: Sequence[nn.Parameter],
-    application: Application,
+    device_id: int | torch.device | None,
+    ranks: RankLayout,
 ) -> torch.device:
-    """Return the compute device of the units.
-
-    Raises: PlanError, if this device is a GPU and torch finds none.
-    """
+    """Return the compute device of the units; PlanError, if torch finds no such GPU."""
     # A root may hold no parameters of its own; its device is then that of nested units.
     below = [
         unit.device
@@ -197,11 +194,11 @@ def _device_of(
         for unit in target.units_below
         if isinstance(unit, _FSDPState)
     ]
-    device = resolve_device(application.device_id, application.ranks, parameters, below)
+    device = resolve_device(device_id, ranks, parameters, below)
     # resolve_device follows the mesh and the backend, also where torch finds no GPU.
     if device.type == "cuda" and not torch.cuda.is_available():
         raise PlanError(
-            f"The compute device is {device} (device_id={application.device_id}), and "
+            f"The compute device is {device} (device_id={device_id}), and "
             "this torch finds no CUDA device. Leave device_id out, or pass "
             "torch.device('cpu')."
         )
@@ -210,11 +207,11 @@ def _device_of(
 
 def _mark_ignored(modules: Sequence[nn.Module], request: PlanRequest) -> None:
     """Mark what the caller ignored, so that no check warns of its gradients."""
-    by_module = [p for m in request.ignored_modules for p in m._parameters.values()]
-    alone = request.ignored_parameters
+    found = [p for m in request.ignored_modules for p in m._parameters.values()]
     # No walk without need: in a call per block it would cost quadratic time.
-    by_itself = [p for m in modules if alone for p in m.parameters() if id(p) in alone]
-    for parameter in (*by_module, *by_itself):
+    if alone := request.ignored_parameters:
+        found += [p for m in modules for p in m.parameters() if id(p) in alone]
+    for parameter in found:
         if parameter is not None:
             setattr(parameter, IGNORED, True)
 
@@ -239,7 +236,7 @@ def _keep_full_precision(units: Sequence[Target], options: UnitOptions) -> None:
         )
 
 
-def owner_of(parameter: nn.Parameter) -> str | None:
+def _owner_of(parameter: nn.Parameter) -> str | None:
     """Return how messages describe an already sharded parameter, or ``None``."""
     found = find_leaf(parameter)
     if found is None:
@@ -248,51 +245,3 @@ def owner_of(parameter: nn.Parameter) -> str | None:
     fqn = join_name(handle.layout.plan.fqn, handle._fqns[index])
     kind = handle.layout.plan.class_name
     return f"{quoted(fqn)} of an earlier fully sharded {kind}"
-
-
-def _refuse_owned(module: nn.Module, api: str) -> None:
-    """Raise CompositionError for a wrapper of a unit, or a module inside of a unit."""
-    owner = _get_module_fsdp_state(module)
-    # The wrapper itself is no unit, but shares the state of the wrapped unit.
-    if module._modules.get(WRAPPED_MODULE) is not None and owner is not None:
-        raise CompositionError(
-            f"{api} got a {type(module).__name__}, which holds a module that is "
-            "sharded already. Use one of the two, on the plain module."
-        )
-    # An earlier unit above has moved the parameters into its flat buffer already.
-    if owner is not None and all(module is not m for m in owner.modules):
-        raise CompositionError(
-            f"{api} got a {type(module).__name__} whose parameters belong to the "
-            f"fully sharded {owner.title} above it. Apply {api} to the children first "
-            "and to the parent last."
-        )
-
-
-def _refuse_started(module: nn.Module, targets: Sequence[Target]) -> None:
-    """Raise CompositionError for a unit below that has run as a root already."""
-    for target in targets:
-        for state in target.units_below:
-            # Streams and execution order of its own, which a unit above could not share
-            # any more.
-            if isinstance(state, _FSDPState) and state.context is not None:
-                fqn = next((n for n, _, s in walk_states(module) if s is state), "")
-                raise CompositionError(
-                    f"fully_shard was called on a {type(module).__name__} whose unit "
-                    f"{quoted(fqn)} ({type(state.module).__name__}) has already run as "
-                    "its own root. Apply fully_shard to the whole model before its "
-                    "first forward."
-                )
-
-
-def _refuse_ranks(
-    targets: Sequence[Target], ranks: RankLayout, device: torch.device
-) -> None:
-    """Refuse targets that do not fit the groups; planning knows only their sizes."""
-    # Equal units share their layouts, so plain models pay one test per region.
-    layouts = [layout for target in targets for layout in target.plan.regions]
-    is_plain = all(map(_is_plain, layouts))
-    for target in targets:
-        is_plain = is_plain and target.plan.options.arena is None
-    if not is_plain:
-        for check in moments.UNITS_PLANNED:
-            check(targets, ranks, device)

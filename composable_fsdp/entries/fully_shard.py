@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.comm.groups import RankLayout
-from composable_fsdp.comm.meshes import resolve_device
+from composable_fsdp.comm.meshes import resolve_device, resolve_ranks
 from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.contract import contract_after
 from composable_fsdp.config import (
@@ -27,10 +27,10 @@ from composable_fsdp.config import (
     ShardingStrategy,
     TiedParams,
 )
-from composable_fsdp.entries.apply import Application, apply, prepare
+from composable_fsdp.entries.apply import apply
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.naming import did_you_mean, quoted
-from composable_fsdp.planning.options import PER_MODULE, UnitOptions, in_force
+from composable_fsdp.planning.options import PER_MODULE, UnitOptions
 from composable_fsdp.tree.state import _FSDPState
 
 if TYPE_CHECKING:
@@ -84,11 +84,7 @@ def unknown_text(
 
 
 def _is_done(module: object, given: Mapping[str, Any]) -> bool:
-    """Return whether ``if_sharded="skip"`` leaves nothing to do.
-
-    Raises: TypeError, for an unknown argument; PlanError, for another ``if_sharded``;
-    CompositionError, naming the first option that differs.
-    """
+    """Return whether ``if_sharded="skip"`` leaves nothing to do; refuse others."""
     # Python's own TypeError would not translate names of torch's FSDP.
     unknown = sorted(given.keys() - _OWN_NAMES.keys())
     if unknown:
@@ -105,10 +101,7 @@ def _is_done(module: object, given: Mapping[str, Any]) -> bool:
     # exhaust an iterator that the application still needs.
     if state is None:
         return False
-    options = {name: given[name] for name in PER_MODULE if name in given}
-    rest = given.keys() - options.keys() - {"if_sharded"}
-    asked = prepare(UnitOptions(**options), **{name: given[name] for name in rest})
-    found = _difference(modules, state, asked)
+    found = _difference(modules, state, given)
     if found:
         raise CompositionError(
             f"fully_shard(if_sharded='skip') found {type(modules[0]).__name__} "
@@ -119,25 +112,28 @@ def _is_done(module: object, given: Mapping[str, Any]) -> bool:
 
 
 def _difference(
-    modules: Sequence[nn.Module], state: _FSDPState, application: Application
+    modules: Sequence[nn.Module], state: _FSDPState, given: Mapping[str, Any]
 ) -> str:
-    """Describe the first difference from ``application``; empty if there is none."""
+    """Describe the first difference of ``given`` arguments; empty if there is none."""
     if list(map(id, modules)) != list(map(id, state.modules)):
         return (
             f"it is one unit of {len(state.modules)} modules, this call asks for a "
             f"unit of {len(modules)}"
         )
-    # By effect and not by spelling: a unit that a policy made was given no options.
-    has, asked = in_force(state.options), in_force(application.request.options)
-    for name, value in asked.items():
-        if has[name] != value:
-            return f"it has {name}={has[name]}, this call asks for {value}"
-    here, there = _members(state.ranks), _members(application.ranks)
+    options = UnitOptions(**{name: given[name] for name in PER_MODULE if name in given})
+    for name in PER_MODULE:
+        has, asked = getattr(state.options, name), getattr(options, name)
+        if has != asked:
+            return f"it has {name}={has}, this call asks for {asked}"
+    ranks = resolve_ranks(
+        given.get("process_group"), given.get("device_mesh"), "fully_shard"
+    )
+    here, there = _members(state.ranks), _members(ranks)
     if here != there:
         return f"it is over {here}, this call asks for {there}"
     # Without device_id any device is accepted: the parameters are there already.
-    if application.device_id is not None:
-        device = resolve_device(application.device_id, application.ranks, ())
+    if given.get("device_id") is not None:
+        device = resolve_device(given["device_id"], ranks, ())
         if device != state.device:
             return f"it computes on {state.device}, this call asks for {device}"
     return ""
@@ -145,10 +141,7 @@ def _difference(
 
 def _members(ranks: RankLayout) -> str:
     """Describe the ranks that a caller chose, in words."""
-    named = (
-        ("ranks", ranks.shard),
-        ("copies on", ranks.replicate),
-    )
+    named = (("ranks", ranks.shard), ("copies on", ranks.replicate))
     return ", ".join(
         f"{name} {sorted(dist.get_process_group_ranks(group))}"
         for name, group in named
@@ -202,7 +195,8 @@ def fully_shard(
             (LOCAL_WORLD_SIZE ranks) and replicate across nodes.
         device_mesh: The ranks as a mesh instead of ``process_group``: a 1-D mesh
             shards, a 2-D mesh is (replicate, shard), and dims of a larger mesh are
-            taken by their names (``comm.meshes``).
+            taken by their names: ``dp``, ``dp_shard``, ``fsdp``, ``cp`` and the like
+            shard, ``replicate``, ``dp_replicate`` and ``ddp`` replicate.
         policy: Selects the modules below ``module`` that become units: a policy object,
             a function ``(module, recurse, nonwrapped_numel) -> bool``, or a function
             that returns ``{module: options}``. The policy does not enter units made by
@@ -296,7 +290,9 @@ def fully_shard(
         wire=wire,
         arena=arena,
     )
-    application = prepare(
+    apply(
+        [module] if isinstance(module, nn.Module) else list(module),
+        state,
         options,
         process_group=process_group,
         device_mesh=device_mesh,
@@ -308,8 +304,6 @@ def fully_shard(
         tied_params=tied_params,
         param_init_fn=param_init_fn,
     )
-    modules = [module] if isinstance(module, nn.Module) else list(module)
-    apply(modules, state, application)
     return module
 
 

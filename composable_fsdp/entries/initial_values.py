@@ -1,12 +1,8 @@
-"""Prepare the values of a unit's parameters and buffers just before sharding.
-
-Parameters on meta are initialized unit by unit, so the memory above the shards is that
-of a single unit.
-"""
+"""Prepare the values of a unit's parameters and buffers just before sharding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -18,9 +14,9 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import join_name, listed, quoted, strip_wrapper
+from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.planning.planner import Target
-from composable_fsdp.planning.walk import name_of, named
 from composable_fsdp.runtime.meta_values import (
     as_unfilled,
     mark_meta_buffers,
@@ -29,6 +25,8 @@ from composable_fsdp.runtime.meta_values import (
 from composable_fsdp.tree.state import _FSDPState
 
 Init = Callable[[nn.Module], object]
+Held = tuple[dict[str, Any], str, Tensor]
+"""A module's dict of parameters or buffers, the key, and the tensor."""
 
 
 class MetaModule(NamedTuple):
@@ -37,99 +35,104 @@ class MetaModule(NamedTuple):
     top: nn.Module
     """The module at which names start."""
     module: nn.Module
-    held: tuple[tuple[dict[str, Any], str, Tensor], ...]
-    """The module's dict of parameters or buffers, the key, and the tensor."""
-    first: frozenset[str]
-    """Keys of tensors that no earlier module holds, in ``.modules()`` order."""
+    own: list[Held]
+    """Tensors that no earlier module holds, in ``.modules()`` order."""
+    others: list[Held]
 
     @property
     def fqn(self) -> str:
         """Return the FQN of the module, for error messages."""
-        return name_of(self.top, self.module)
+        return walk.name_of(self.top, self.module)
 
 
-class PreparedValues(NamedTuple):
-    """How the units of a call get their values."""
+class PreparedValues:
+    """How the units of a call get their values; PlanError, if some cannot get any."""
 
-    before: Callable[[int], None]
-    """Called with the index of each target, just before the unit is sharded."""
-    awaiting: tuple[int, ...]
-    """Indices of the targets whose modules hold a buffer on meta."""
-    stays_on_meta: bool
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        ranks: RankLayout,
+        device: torch.device,
+        ignored: frozenset[int],
+        init: Init | None,
+        sync: bool,
+        on_meta: bool,
+    ) -> None:
+        self._targets, self._sync = targets, sync
+        self._ranks, self._device = ranks, device
+        # Without an initializer the shards of a model on meta stay on meta until
+        # to_empty or a state dict gives them values.
+        self._stays_on_meta = on_meta and init is None and not sync
+        initializes = init is not None or sync
+        self._waiting = _on_meta_in(targets, ignored) if initializes else []
+        # A param_init_fn of the caller allocates the memory itself, on every rank.
+        self._init: Init = init or reset_parameters
+        if self._init is reset_parameters:
+            # The broadcast overwrites the values of all ranks but the first.
+            groups = filter(None, (ranks.shard, ranks.replicate))
+            resets = not sync or not any(group.rank() for group in groups)
+            self._init = partial(give_memory, device=device, resets=resets)
+            if resets:
+                _require_resets(self._waiting)
+        # A buffer that several units share is moved and broadcast once.
+        self._done: set[int] = set()
+        # Read before ``before`` runs the initializer.
+        self.awaiting = [
+            index
+            for index, target in enumerate(targets if on_meta else ())
+            if any(buffer.is_meta for buffer in _buffers(target))
+        ]
+        """Indices of the targets whose modules hold a buffer on meta."""
+        if self._stays_on_meta:
+            for target in targets:
+                _refuse_mixed_meta(target)
+            for target in targets:
+                mark_meta_buffers(target.members)
+
+    def before(self, index: int) -> None:
+        """Give a target its values; with ``sync`` by a broadcast per tensor."""
+        for each in self._waiting[index] if self._waiting else ():
+            materialize(each, self._init)
+        target, done = self._targets[index], self._done
+        buffers = [b for b in _buffers(target) if id(b) not in done]
+        done.update(map(id, buffers))
+        for buffer in buffers:
+            if buffer.device != self._device and not buffer.is_meta:
+                # Through .data, because other modules may hold the same buffer object.
+                buffer.data = buffer.to(self._device)
+        # After initialization, so that rank 0's initial values are sent, too.
+        if self._sync:
+            for tensor in (*chain(*target.parameters), *buffers):
+                _broadcast(local_of(tensor), self._ranks, self._device)
 
     def built(self, states: Sequence[_FSDPState]) -> None:
         """Watch for values, if the units have none yet."""
-        for state in states if self.stays_on_meta else ():
+        for state in states if self._stays_on_meta else ():
             watch_shards(state.handle)
 
 
-def prepare_values(
-    targets: Sequence[Target],
-    *,
-    init: Init | None,
-    sync: bool,
-    ranks: RankLayout,
-    device: torch.device,
-    ignored: frozenset[int],
-    on_meta: bool,
-) -> PreparedValues:
-    """Return what gives units their values; ``on_meta``: any parameter has none yet.
+def _buffers(target: Target) -> Iterable[Tensor]:
+    """Return the buffers of a unit, one that modules share several times."""
+    found = chain(*(module._buffers.values() for module in target.members))
+    return (buffer for buffer in found if buffer is not None)
 
-    Collective: none. The returned function: with ``sync`` a broadcast per parameter and
-        buffer of the unit over the shard (and replicate) group.
-    Raises: PlanError, for a unit that is on meta in part, or a module on meta that
-        has no ``reset_parameters``.
-    """
-    # Without an initializer the shards of a model on meta stay on meta until to_empty
-    # or a state dict gives them values.
-    stays_on_meta = on_meta and init is None and not sync
-    if stays_on_meta:
-        _refuse_mixed_meta(targets)
-    waiting: list[list[MetaModule]] = [[] for _ in targets]
-    if init is not None or sync:
-        waiting = find_meta_modules(targets, ignored)
-        # Found for all units before the first unit changes, so that a missing
-        # reset_parameters is refused with the model unchanged.
-        init = _choose(init, waiting, device, is_first=not sync or _is_first(ranks))
-    # A buffer that several units share is moved and broadcast once.
-    done: set[int] = set()
 
-    def before(index: int) -> None:
-        for each in waiting[index]:
-            assert init is not None
-            materialize(each, init)
-        buffers = [
-            buffer
-            for module in targets[index].members
-            for buffer in module._buffers.values()
-            if buffer is not None and id(buffer) not in done
-        ]
-        done.update(map(id, buffers))
-        for buffer in buffers:
-            if buffer.device != device and not buffer.is_meta:
-                # Through .data, because other modules may hold the same buffer object.
-                buffer.data = buffer.to(device)
-        # After initialization, so that rank 0's initial values are sent, too.
-        if sync:
-            parameters = [p for region in targets[index].parameters for p in region]
-            _broadcast([*parameters, *buffers], ranks, device)
-
-    # Read before ``before`` runs the initializer.
-    awaiting = [
-        index
-        for index, target in enumerate(targets if on_meta else ())
-        for buffer in chain(*(m._buffers.values() for m in target.members))
-        if buffer is not None and buffer.is_meta
-    ]
-    if stays_on_meta:
-        for target in targets:
-            mark_meta_buffers(target.members)
-    return PreparedValues(before, tuple(dict.fromkeys(awaiting)), stays_on_meta)
+def _require_resets(waiting: Iterable[Iterable[MetaModule]]) -> None:
+    """Raise PlanError for a module that has no initializer of its own."""
+    for each in chain(*waiting):
+        held = (*each.own, *each.others)
+        if not callable(getattr(each.module, "reset_parameters", None)):
+            raise PlanError(
+                f"{type(each.module).__name__} {quoted(each.fqn)} holds "
+                f"{listed(repr(key) for _, key, _ in held)} on meta and has no "
+                "reset_parameters() to initialise it. Give it one, or pass "
+                "param_init_fn."
+            )
 
 
 def own_forms(targets: Sequence[Target]) -> dict[str, str]:
     """Return dtype and shape of this rank's parameters and buffers, by name."""
-    names = {id(m): name for top in targets[0].modules for name, m in named(top)}
+    names = {id(m): name for top in targets[0].modules for name, m in walk.named(top)}
     forms: dict[str, str] = {}
     for target in targets:
         own = {id(p) for region in target.parameters for p in region}
@@ -143,70 +146,31 @@ def own_forms(targets: Sequence[Target]) -> dict[str, str]:
     return forms
 
 
-def _is_first(ranks: RankLayout) -> bool:
-    """Return whether this rank's values are the source of the broadcasts."""
-    groups = (ranks.shard, ranks.replicate)
-    return all(group is None or group.rank() == 0 for group in groups)
+def _broadcast(tensor: Tensor, ranks: RankLayout, device: torch.device) -> None:
+    """Broadcast a tensor from the first rank of the shard and replicate groups."""
+    # Collectives require dense memory on the device of the group's backend.
+    data = tensor.detach().to(device).contiguous()
+    # First within the shard group, then over the replicate group: all ranks end with
+    # the values of the rank that is first in both groups.
+    for group in (ranks.shard, ranks.replicate):
+        if group is not None and group.size() > 1:
+            collectives.broadcast(data, group)
+    # Copy back only if ``data`` is a copy on another device or with other strides.
+    if data.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(data)
 
 
-def _choose(
-    init: Init | None,
-    waiting: Sequence[Sequence[MetaModule]],
-    device: torch.device,
-    *,
-    is_first: bool,
-) -> Init:
-    """Return the initializer that this rank runs, with memory allocation included."""
-    # A param_init_fn of the caller allocates the memory itself, on every rank.
-    if init is not None and init is not reset_parameters:
-        return init
-    # The broadcast overwrites the values on every other rank: allocate, but do not
-    # spend time on an initializer there.
-    for each in chain(*waiting) if is_first else ():
-        if not callable(getattr(each.module, "reset_parameters", None)):
-            raise PlanError(
-                f"{type(each.module).__name__} {quoted(each.fqn)} holds "
-                f"{listed(repr(key) for _, key, _ in each.held)} on meta and has no "
-                "reset_parameters() to initialise it. Give it one, or pass "
-                "param_init_fn."
-            )
-    return partial(give_memory, device=device, resets=is_first)
-
-
-def _broadcast(
-    tensors: Sequence[Tensor], ranks: RankLayout, device: torch.device
-) -> None:
-    """Broadcast each tensor from the first rank of the shard and replicate groups."""
-    for tensor in map(local_of, tensors):
-        # Collectives require dense memory on the device of the group's backend.
-        data = tensor.detach().to(device).contiguous()
-        # First within the shard group, then over the replicate group: all ranks end
-        # with the values of the rank that is first in both groups.
-        for group in (ranks.shard, ranks.replicate):
-            if group is not None and group.size() > 1:
-                collectives.broadcast(data, group)
-        # Copy back only if ``data`` is a copy on another device or with other strides.
-        if data.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(data)
-
-
-def _refuse_mixed_meta(targets: Sequence[Target]) -> None:
+def _refuse_mixed_meta(target: Target) -> None:
     """Raise PlanError for a region with parameters on meta beside ones with values."""
-    for target in targets:
-        for layout, parameters in zip(
-            target.plan.regions, target.parameters, strict=True
-        ):
-            meta = [
-                s.fqn
-                for s, p in zip(layout.parameters, parameters, strict=True)
-                if p.is_meta
-            ]
-            if meta and len(meta) < len(parameters):
-                raise PlanError(
-                    f"Unit {quoted(target.plan.fqn)} has parameters on meta "
-                    f"({', '.join(meta)}) beside parameters with values. Give all of "
-                    "them values, or none, or pass param_init_fn."
-                )
+    for layout, parameters in zip(target.plan.regions, target.parameters, strict=True):
+        pairs = zip(layout.parameters, parameters, strict=True)
+        meta = [slot.fqn for slot, parameter in pairs if parameter.is_meta]
+        if meta and len(meta) < len(parameters):
+            raise PlanError(
+                f"Unit {quoted(target.plan.fqn)} has parameters on meta "
+                f"({', '.join(meta)}) beside parameters with values. Give all of "
+                "them values, or none, or pass param_init_fn."
+            )
 
 
 # ---- modules on meta: initialized unit by unit, each just before it is sharded --
@@ -219,10 +183,7 @@ def reset_parameters(module: nn.Module) -> None:
 
 
 def give_memory(module: nn.Module, device: torch.device, *, resets: bool) -> None:
-    """Replace meta tensors by empty ones on ``device``; ``resets``: give them values.
-
-    Else the values are broadcast from the first rank.
-    """
+    """Replace meta tensors by empty ones on ``device``; ``resets``: give values."""
     for table in (module._parameters, module._buffers):
         for key, tensor in table.items():
             if tensor is not None and tensor.is_meta:
@@ -239,65 +200,51 @@ def empty_like(tensor: Tensor, device: torch.device) -> Any:
     return made
 
 
-def find_meta_modules(
+def _on_meta_in(
     targets: Sequence[Target], kept: frozenset[int]
 ) -> list[list[MetaModule]]:
     """Return the modules to initialize per target, without tensors in ``kept``."""
-    first: dict[int, tuple[int, str]] = {}
-    for top in targets[0].modules:
-        for module in top.modules():
-            for table, key, tensor in _on_meta(module, kept):
-                # The first module in ``.modules()`` order initializes a shared tensor.
-                first.setdefault(id(tensor), (id(table), key))
+    seen, found = set[int](), dict[int, MetaModule]()
+    for module in chain(*map(walk.modules, targets[0].modules)):
+        own, others = list[Held](), list[Held]()
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None and tensor.is_meta and id(tensor) not in kept:
+                    # The first module in this order initializes a shared tensor.
+                    held = others if id(tensor) in seen else own
+                    held.append((table, key, tensor))
+                    seen.add(id(tensor))
+        if own or others:
+            top = targets[0].modules[0]
+            found.setdefault(id(module), MetaModule(top, module, own, others))
+    # A module that is reachable along two paths is initialized once.
     return [
-        [
-            MetaModule(
-                targets[0].modules[0],
-                module,
-                held,
-                frozenset(k for t, k, v in held if first[id(v)] == (id(t), k)),
-            )
-            for module in target.members
-            if (held := _on_meta(module, kept))
-        ]
+        [found.pop(key) for key in map(id, target.members) if key in found]
         for target in targets
     ]
-
-
-def _on_meta(
-    module: nn.Module, kept: frozenset[int]
-) -> tuple[tuple[dict[str, Any], str, Tensor], ...]:
-    """Return the parameters and buffers of the module that are on meta and not kept."""
-    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-    return tuple(
-        (table, key, tensor)
-        for table in tables
-        for key, tensor in table.items()
-        if tensor is not None and tensor.is_meta and id(tensor) not in kept
-    )
 
 
 @torch.no_grad()
 def materialize(waiting: MetaModule, init: Init) -> None:
     """Run ``init`` on a module; afterwards no tensor of the module is on meta."""
-    for table, key, tensor in waiting.held:
-        # A tensor that several modules hold gets the values of the first module.
-        # Initializers of the other modules run, too, each on a temporary tensor, as in
-        # a model that ties weights after all layers were made.
-        if key not in waiting.first:
-            table[key] = empty_like(tensor, torch.device("meta"))
-        elif table is waiting.module._buffers:
+    # Initializers of the other modules that hold a tensor run, too, each on a temporary
+    # tensor, as in a model that ties weights after all layers were made.
+    for table, key, tensor in waiting.others:
+        table[key] = empty_like(tensor, torch.device("meta"))
+    for table, key, tensor in waiting.own:
+        if table is waiting.module._buffers:
             table[key] = as_unfilled(tensor)
     # Tensors of inference mode have no version counter and cannot be trained.
     with torch.inference_mode(False):
         init(waiting.module)
-    for table, key, tensor in waiting.held:
-        made = table.get(key)
+    for table, key, tensor in waiting.others:
         table[key] = tensor
-        if key in waiting.first:
-            made = _require_like(waiting, key, tensor, made)
-            if made is not tensor:
-                _swap(waiting, key, tensor, made)
+    for table, key, tensor in waiting.own:
+        found = table.get(key)
+        table[key] = tensor
+        made = _require_like(waiting, key, tensor, found)
+        if made is not tensor:
+            _swap(waiting, key, tensor, made)
 
 
 def _require_like(

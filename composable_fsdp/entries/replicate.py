@@ -1,7 +1,6 @@
 """``replicate``: full parameters on every rank, averaged gradients; in place.
 
-The code of ``fully_shard`` with strategy NO_SHARD, and a state of another name, whose
-subtree a walk from a unit above does not enter; units of ``fully_shard`` below it stay.
+It is ``fully_shard`` with NO_SHARD and a state that a walk from above does not enter.
 """
 
 from __future__ import annotations
@@ -14,19 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.comm import collectives
-from composable_fsdp.comm.groups import Groups
+from composable_fsdp.comm.meshes import resolve_ranks
 from composable_fsdp.compose.contract import contract
 from composable_fsdp.compose.registry import REPLICATE
 from composable_fsdp.config import NO_SHARD, Report, TiedParams
-from composable_fsdp.entries.apply import apply, prepare
+from composable_fsdp.entries.apply import apply
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat import part_guards
-from composable_fsdp.flat.build import set_divisions
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.tree.root import compare_models
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
@@ -53,10 +48,9 @@ def replicate(
     """Average the gradients of ``module`` over ranks; every rank holds all parameters.
 
     Class, names, shapes and parameter objects stay unchanged. Units that
-    ``fully_shard`` made below stay sharded and run in the same iteration. If their
-    ranks differ from the ranks of ``process_group``, their gradients are averaged over
-    ``process_group``, too: ``fully_shard`` within a node under ``replicate`` across
-    nodes is HYBRID_SHARD. A later ``fully_shard`` above leaves the whole subtree alone.
+    ``fully_shard`` made below stay sharded and run in the same iteration; they must
+    average over all ranks of ``process_group``. A later ``fully_shard`` above leaves
+    the whole subtree alone.
 
     Args:
         module: The module to replicate.
@@ -75,12 +69,9 @@ def replicate(
             "warn".
 
     Returns: ``module``, the same object.
-    Collective: with ``init_sync`` a broadcast per parameter, per buffer, and per region
-        of a joining unit below, before which the joining units are compared with the
-        ranks that share them, as in a first forward; else none. In backward an
-        all-reduce per region.
-    Raises: CompositionError, PlanError, TypeError, and DesyncError of that comparison;
-        the module is then unchanged.
+    Collective: with ``init_sync`` a broadcast per parameter and buffer; else none. In
+        backward an all-reduce per region.
+    Raises: CompositionError, PlanError, TypeError; the module is then unchanged.
 
     >>> replicate(model)
     """
@@ -91,8 +82,14 @@ def replicate(
         )
     state = replicate.state(module)
     assert state is not None
-    # NO_SHARD: the shard is the full parameter, and gradients are all-reduced.
-    application = prepare(
+    group = resolve_ranks(process_group, device_mesh, REPLICATE).shard
+    for _, _, each in walk_states(module):
+        if each is not state:
+            _require_ranks(each.handle, group)
+    apply(
+        [module],
+        state,
+        # NO_SHARD: the shard is the full parameter, and gradients are all-reduced.
         UnitOptions(
             strategy=NO_SHARD,
             limit_all_gathers=limit_all_gathers,
@@ -107,71 +104,17 @@ def replicate(
         tied_params=tied_params,
         api=REPLICATE,
     )
-    # Found before ``apply``, so that a grid that does not fit is refused without a
-    # change.
-    group = application.ranks.shard
-    joining = [
-        each
-        for _, _, each in walk_states(module)
-        if each is not state and _joins(each.handle, group)
-    ]
-    if init_sync:
-        # The broadcast below makes replicas equal, so ranks that share a unit are
-        # compared now.
-        for each in joining:
-            compare_models(each, replicas=False)
-    apply([module], state, application)
-    for each in joining:
-        _join(each, group, sync=init_sync)
     return module
 
 
-def _join(state: _FSDPState, group: dist.ProcessGroup, *, sync: bool) -> None:
-    """Make ``group`` the replicate group of a sharded unit; ``sync``: broadcast shards.
-
-    Collective: with ``sync`` a broadcast over ``group`` per region with elements.
-    """
-    # A reduction is then a reduce-scatter over the shard group and an all-reduce over
-    # ``group``.
-    handle = state.handle
-    handle.groups = Groups(handle.groups.shard, group)
-    # A unit held by a single rank had no guards; calls of the unit's parts would now
-    # bypass the average.
-    handle.guards = part_guards.find_guards(
-        handle.groups, handle.layout.owners, state.modules, handle.layout.forms
-    )
-    part_guards.refuse_part_calls(handle)
-    # The divisor of the average depends on the number of ranks.
-    set_divisions(handle)
-    if not sync:
-        return
-    for region in handle.layout.regions:
-        # An empty shard has no elements on any rank of the replicate group.
-        if region.shard.numel():
-            collectives.broadcast(region.shard, group)
-    state.initial.forget()
-
-
-def _joins(handle: FlatParamHandle, group: dist.ProcessGroup) -> bool:
-    """Return whether a unit's gradients must be averaged over ``group``, too.
-
-    Raises: CompositionError, if the unit's ranks and the ranks of ``group`` form no
-        grid.
-    """
-    groups = handle.groups
-    covered, ranks = groups.ranks, set(dist.get_process_group_ranks(group))
-    if ranks <= covered:
-        return False
-    # An average over both groups is right only if each replicate group meets each shard
-    # group in exactly one rank.
-    # Sums over further ranks follow the shards of the plain placements alone.
-    is_plain = groups.scatter_ref is groups.shard_ref and groups.kept_ref is None
-    if not is_plain or groups.replicate is not None or len(covered & ranks) > 1:
+def _require_ranks(handle: FlatParamHandle, group: dist.ProcessGroup) -> None:
+    """Raise CompositionError for a unit that does not average over all of ``group``."""
+    covered, ranks = handle.groups.ranks, set(dist.get_process_group_ranks(group))
+    if not ranks <= covered:
         raise CompositionError(
             f"replicate over ranks {sorted(ranks)} meets fully sharded module "
-            f"{quoted(handle.layout.plan.fqn)} over ranks {sorted(covered)}: the two "
-            "share some ranks and not all, so no average over both is right. Shard "
-            "within groups that meet each replicate group in one rank, or over all its "
-            "ranks."
+            f"{quoted(handle.layout.plan.fqn)} over ranks {sorted(covered)}: its "
+            "gradients would not be averaged over the others. Shard it over all of "
+            "these ranks; to shard within groups and replicate across, pass a 2-D "
+            "device_mesh (replicate, shard) to fully_shard."
         )
-    return True

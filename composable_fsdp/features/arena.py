@@ -1,8 +1,7 @@
 """Slots of memory in which the full parameters of units lie.
 
-The storage belongs to a slot and is never resized: ``full`` and the full leaves become
-views of it at the unit's first all-gather, before a graph can save a view of them. The
-plan gives units that a step needs together slots of their own.
+A slot's storage is never resized. Full leaves move there at the unit's first
+all-gather, before a graph can save a view of them.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class Slot:
     def __init__(self, option: Arena, device: torch.device, nbytes: int) -> None:
         self.option, self.device, self.nbytes = option, device, nbytes
         self.memory: Tensor | None = None
-        """``(nbytes,)`` in uint8; ``None`` before the first use, and after the memory
-        was left to an all-gather that has not ended."""
+        """``(nbytes,)`` in uint8; None before the first use, or once left behind."""
         self.members: weakref.WeakSet[FlatParamHandle] = weakref.WeakSet()
         """The units whose full leaves are views of ``memory``."""
         # Weak, because units hold their slots.

@@ -1,18 +1,8 @@
 """The audit of the first step: tells of functions that take a shard for the parameter.
 
-A mode sees each torch function of the user between the first forward and the forward
-after the first optimizer step, except inside forwards of units. A tensor is a part of a
-parameter if it is the leaf or its gradient, or a view or element-wise function of them.
-A function is right on a part if each row of its result comes from a row of the part::
-
-    shard (3, 6) of (5, 6)    w * 2      (3, 6)   each element by itself
-                              w.sum(1)   (3,)     each row by itself
-                              w.sum(0)   (6,)     over rows: another sum on each rank
-                              w[:2]      (2, 6)   other rows on each rank
-
-Units compute with full parameters, so the AccumulateGrad node of a shard runs only if a
-loss has read the shard. A hook on the node tells of shards that the mode has not seen:
-read in the forward of another unit, in compiled code, or before the first forward.
+A mode sees the user's torch functions from the first forward to the one after the first
+optimizer step. A function is right on a shard if each row of its result comes from a
+row. Hooks on the AccumulateGrad nodes tell of reads that the mode has not seen.
 """
 
 from __future__ import annotations
@@ -42,7 +32,7 @@ from composable_fsdp.config import Report
 from composable_fsdp.errors import PACKAGE, TORCH, CompositionError, warn
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import LEAVES, find_leaf
-from composable_fsdp.flat.param_ref import param_path
+from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.step_checks import cut_leaf, flat_name, handles_of
 from composable_fsdp.optim.step_hooks import install_step_hooks
@@ -215,8 +205,7 @@ def audit(module: nn.Module, action: Report = "warn") -> None:
     """Audit the next step of a sharded model, as its first step is with "warn".
 
     From here to the forward after the next optimizer step, functions are told that take
-    this rank's shard of a parameter, or of its gradient, for the whole: norms, sums and
-    means over rows, matrix products, rows chosen by number, random fills. Each is told
+    this rank's shard of a parameter, or of its gradient, for the whole. Each is told
     once per line, with the parameter and the way out.
 
     Args:
@@ -321,8 +310,8 @@ class _Audit:
         self.unseen.discard(number)
         if link is None or (handle := link()) is None:
             return
-        at = link.indices[number]
-        name, shape = quoted(param_path(handle, at)), tuple(handle.leaves[at].shape)
+        at = handle.indices[number]
+        name, shape = quoted(param_ref(handle, at).name), tuple(handle.leaves[at].shape)
         self.tell(_READ.format(name, shape), "loss")
 
     def tell(self, text: str, what: str, frame: FrameType | None = None) -> None:

@@ -1,8 +1,4 @@
-"""A training step as a CUDA graph, captured in one call.
-
-Seams: none of the core. The step runs the package's public functions; this module runs
-the step, and torch's hooks of optimizer steps tell which optimizers it runs.
-"""
+"""A training step as a CUDA graph, captured in one call."""
 
 from __future__ import annotations
 
@@ -37,12 +33,10 @@ def capture(
 ) -> CapturedStep[P, T]:
     """Return a callable that runs ``step`` as a CUDA graph, without host time.
 
-    The first three calls train eagerly. The next one captures everything that ``step``
-    does on the GPU, forward, backward, clipping and optimizer, and replays it; each
-    later call is one replay. So every call is one training step, and the numbers are
-    those of ``step``. Inputs of another shape or dtype, and other settings of an
-    optimizer that the graph would keep (a learning rate that is a float), get one more
-    eager step and a graph of their own. On the CPU each call calls ``step``.
+    Every call is one training step with the numbers of ``step``: the first three are
+    eager, the next one captures, and later ones replay. Inputs of another shape or
+    dtype, and other settings of an optimizer that the graph would keep (a learning rate
+    that is a float), get one more eager step and a graph. On the CPU all are eager.
 
     A step cannot be captured if the host must wait in it: units with ``CPUOffload``,
     ``loss.item()``, optimizers without ``capturable=True``. Then all calls are eager,
@@ -58,8 +52,7 @@ def capture(
         max_graphs: The most graphs that are kept. Calls that would need one more are
             eager.
 
-    Collectives: those of ``step``. All ranks call together; a rank that replays meets
-    ranks that run eagerly, because NCCL compares no more than the order of operations.
+    Collectives: those of ``step``. All ranks call together; some may replay.
     Raises: TypeError, if an argument is neither a tensor nor hashable. What ``step``
     raises in an eager call.
 
@@ -87,7 +80,6 @@ class _Graph:
     inputs: list[Tensor]
     settings: Hashable = None
     moves: int = 0
-    """``memory.moves`` at the capture."""
     replay: Callable[[], None] | None = None
     output: Any = None
 

@@ -1,8 +1,7 @@
 """``checkpoint``: activation checkpointing in place.
 
-The module's ``forward`` runs twice; module hooks stay outside and run once, so it does
-not matter whether ``checkpoint`` or ``fully_shard`` is applied first. Units below run
-again, all-gather if necessary, and are not recorded in the execution order.
+Module hooks stay outside of what runs twice, so it may come before ``fully_shard`` or
+after it. Units below run again and are not recorded in the execution order.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ class _CheckpointState:
 
     def __init__(self) -> None:
         self.forward: Callable[..., Any] | None = None
-        """The ``forward`` of the module before the application."""
         self.options: dict[str, Any] = {}
-        """Keyword arguments of ``run_checkpointed``."""
 
 
 @contract(cast("Callable[[], Any]", _CheckpointState))
@@ -46,11 +43,9 @@ def checkpoint(
 ) -> None:
     """Save no activations of ``module``; recompute its forward in backward.
 
-    Class, parameters and names stay unchanged; the instance gets an own ``forward``,
-    and ``checkpoint.state(module)`` returns the state of the application. Keyword
-    arguments of the forward work in both modes. With ``use_reentrant=True`` tensors
-    inside containers get no gradient, as in torch. Units below the module are
-    all-gathered again in backward.
+    Class, parameters and names stay unchanged; the instance gets an own ``forward``.
+    With ``use_reentrant=True`` tensors inside containers get no gradient, as in torch.
+    Units below the module are all-gathered again in backward.
 
     Args:
         module: The module to recompute.

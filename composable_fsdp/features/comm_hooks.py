@@ -1,9 +1,4 @@
-"""Communication hooks: a function of the user that replaces the gradient collectives.
-
-Called per region and reduction, on its stream: ``hook(state, gradient, output)``, or
-``hook(state, gradient)`` where nothing is cut. ``gradient`` ``(padded_numel,)`` may be
-overwritten; the contents of ``output`` ``(shard_numel,)`` become the gradient.
-"""
+"""Communication hooks: a user's function that replaces the gradient collectives."""
 
 from __future__ import annotations
 
@@ -91,9 +86,7 @@ def replica_hook(
 
     Args:
         state: the process group of this replica, and the manager.
-        grad: the gradients of this rank ``(padded_numel,)``; divided in place.
-        output: ``(shard_numel,)``, filled with the averages. Default None: this replica
-            has a single rank, and the averages replace ``grad``.
+        grad, output: as in ``fp16_compress_hook``.
 
     Collective: one reduce-scatter over the process group of ``state``, none without
         ``output``; and one all-reduce of the manager.
@@ -187,7 +180,6 @@ def _divide(tensor: Tensor, factor: float) -> None:
 
 
 INT8_BLOCK = 128
-"""Elements per scale of ``int8_all_to_all_hook``."""
 
 
 def int8_all_to_all_hook(
@@ -195,22 +187,14 @@ def int8_all_to_all_hook(
 ) -> None:
     """Average gradients that ranks exchange as int8, and sum in float32.
 
-    ::
-
-        rank 0  [a0|b0]  encode  [a0|b0]  all-to-all  [a0|a1]  decode, a0 + a1
-        rank 1  [a1|b1]   int8   [a1|b1]              [b0|b1]  and sum, b0 + b1
-
     Each rank sends to each other rank the slice of that rank, encoded once, with a
-    scale in float32 per 128 elements; no value is encoded a second time, as a ring
-    of low precision sums does. Of ``n`` elements per slice, ``world_size * (n +
+    scale in float32 per 128 elements. Of ``n`` elements per slice, ``world_size * (n +
     n / 32)`` bytes are sent, each term rounded up to 16 bytes. Source: ZeRO++ (Wang
     et al., arXiv:2306.10209, section 3.3), without its second level within nodes.
 
     Args:
         state: the process group, whose ranks are those of the shard group.
-        grad: the gradients of this rank ``(padded_numel,)``.
-        output: ``(shard_numel,)``, filled with the averages. Default None: the averages
-            of all slices replace the values of ``grad``.
+        grad, output: as in ``fp16_compress_hook``.
 
     Collective: one all-to-all over the process group of ``state``; without ``output``
         also one all-gather in the dtype of ``grad``.
@@ -246,10 +230,7 @@ def int8_all_to_all_hook(
 
 
 def reduce_by_hook(handle: FlatParamHandle) -> None:
-    """Have the communication hook of the user reduce every region.
-
-    Raises: FSDPError, if a result has not ``shard_numel`` elements.
-    """
+    """Have the communication hook of the user reduce every region."""
     rule = handle.rule
     assert rule.hook is not None
     for region in chain.from_iterable(handle.layout.reduce_groups):

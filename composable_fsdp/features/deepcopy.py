@@ -1,8 +1,4 @@
-"""``copy.deepcopy`` of a sharded model: new shards, the same process groups.
-
-Python reaches the state of a unit, by hooks and registry, while the module is only
-partly copied. A copy is a new tree: lazy initialization finds its root again.
-"""
+"""``copy.deepcopy`` of a sharded model: new shards, the same process groups."""
 
 from __future__ import annotations
 
@@ -74,15 +70,12 @@ def _copy_handle(
     target = Target(
         plan=handle.layout.plan,
         modules=modules,
-        members=(),
         parameters=tuple(
             tuple(copy.deepcopy(leaf, memo) for leaf in region.leaves)
             for region in handle.layout.regions
         ),
         places=handle.layout.places,
         owners=tuple(_copy_module(owner, memo) for owner in handle.layout.owners),
-        parent=0,
-        units_below=(),
     )
     made = build_handle(
         target,

@@ -1,7 +1,7 @@
 """The features that every program gets, whatever it imports of the package.
 
-The only module that registers anything when it is imported, and the package imports it:
-a program that imports ``fully_shard`` alone would else miss what it has not imported.
+The only module that registers anything when it is imported: a program that imports
+``fully_shard`` alone would else miss what it has not imported.
 """
 
 from __future__ import annotations

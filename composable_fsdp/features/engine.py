@@ -1,7 +1,6 @@
 """Wrapper of autograd's entry into the engine, ``_engine_run_backward``.
 
-For clear errors: gradients of sharded parameters, in whose place graphs hold full ones,
-are refused by name. Any other backward pays a single function call.
+Graphs hold full parameters, so gradients of sharded ones are refused by name.
 """
 
 from __future__ import annotations

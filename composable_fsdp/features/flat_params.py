@@ -1,11 +1,5 @@
 """``flat_parameters``: parameters that an optimizer steps with the fewest kernels.
 
-An optimizer over the originals has as many tensors as the model has parameters. Over
-flat parameters, an optimizer has a tensor per region, and pays per step for those::
-
-    model.parameters()        up.weight  up.bias  down.weight  down.bias ..
-    flat_parameters(model)   [ up.weight  up.bias  down.weight  down.bias | padding ]
-
 Value and gradient of the padding are zero; no norm and no state dict includes it.
 """
 
@@ -18,7 +12,7 @@ from torch import nn
 
 from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.flat_parameter import clear_flat_gradients, flat_of
+from composable_fsdp.flat.flat_parameter import flat_of
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import quoted, strip_wrapper
 from composable_fsdp.optim.step_hooks import install_step_hooks
@@ -39,10 +33,8 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
 
     Each flat parameter has shape ``(shard_numel,)``. Its data is the region's shard,
     which the original parameters view; backward makes the flat gradient its ``.grad``.
-    The list follows the order of the handles and their regions, which is equal on all
-    ranks; the trainable parameters of ``module`` that no unit holds come last,
-    unchanged. Every call returns the same objects, also after the model was moved, cast
-    or materialized from meta.
+    The order is equal on all ranks; trainable parameters that no unit holds come last,
+    unchanged. Every call returns the same objects.
 
     After the call ``.grad`` of the originals is None; existing gradients move to the
     flat parameters. If a parameter gets no gradient while others of its region do, its
@@ -112,4 +104,5 @@ def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
     """Clear the gradients of ``module`` and the flat gradients of the units inside."""
     type(module).zero_grad(module, set_to_none)
     for handle in _get_fsdp_handles(module):
-        clear_flat_gradients(handle, set_to_none=set_to_none)
+        for flat in handle.writes.flat_parameters:
+            flat.grad = None if set_to_none or flat.grad is None else flat.grad.zero_()

@@ -19,8 +19,7 @@ from composable_fsdp.naming import quoted
 class ShardedGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for sharded gradients; arguments as in FSDP1.
 
-    Gradients may be in host memory and in half precision, as CPU offload and
-    low-precision reduction leave them.
+    Gradients may be in host memory and in half precision.
 
     Args:
         device: The device type of the scale. Default "cuda".

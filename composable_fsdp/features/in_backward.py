@@ -1,7 +1,7 @@
 """Optimizers that torch's ``_apply_optimizer_in_backward`` has given to parameters.
 
-Seam: ``tree.moments.FIRST_FORWARD``. Torch steps them in hooks of the parameters' own
-graph nodes, which no gradient of a sharded parameter reaches.
+Torch steps them in hooks of graph nodes, which no gradient of a sharded parameter
+reaches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Initialize a sharded model as the plain model would be, unit by unit.
 
-A unit is full while the initializer runs on its modules, and its values are written
-back when modules of another unit follow. A unit also becomes full when a torch function
-gets one of its parameters. All ranks run the initializer, so all draw equal numbers.
+A unit is full while the initializer runs on it. All ranks draw equal numbers.
 """
 
 from __future__ import annotations
@@ -37,10 +35,9 @@ def init_weights(
 ) -> None:
     """Give the parameters in ``module`` the values that the plain model would get.
 
-    ``torch.manual_seed(0)`` and ``init_weights(model, fn)`` give the full values of
-    ``torch.manual_seed(0)`` and ``plain.apply(fn)``, and leave the same state of the
-    random number generator, on any number of ranks. Call on every rank, with the same
-    seed. Tensors on meta get memory first, on the compute device of their unit.
+    With equal seeds it gives the values of ``plain.apply(fn)``, and leaves the same
+    state of the random number generator, on any number of ranks. Call on every rank,
+    with the same seed. Tensors on meta get memory first, on their compute device.
 
     Args:
         module: A sharded model, or a module in one (a new head).
@@ -81,10 +78,7 @@ def init_weights(
 
 
 def apply_whole(module: nn.Module, fn: Init, what: str, *, wrappers: bool) -> None:
-    """Call ``fn`` as ``module.apply`` would, with full parameters; writes are kept.
-
-    Collective, Raises: as ``init_weights``.
-    """
+    """Call ``fn`` as ``module.apply`` would, with full parameters; writes are kept."""
     own = _get_module_fsdp_state(module)
     states = [*_get_fsdp_states(module), *([] if own is None else [own])]
     tops = {id(top): top for top in map(outermost, states)}

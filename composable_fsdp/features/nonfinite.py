@@ -62,9 +62,8 @@ def find_nonfinite(
 ) -> tuple[NonFinite, ...]:
     """Return the gradients that are NaN or inf, on every rank alike.
 
-    Call after backward. A reduction spreads a NaN of any rank, so the rank that
-    computed the NaN is only known before: run the backward inside ``no_sync``, and call
-    this function then.
+    Call after backward. A reduction spreads a NaN of any rank: to know which rank
+    computed it, run the backward inside ``no_sync``, and call this function then.
 
     Args:
         module_or_params: A module, or parameters, as for ``clip_grad_norm_``.
@@ -134,10 +133,7 @@ def _routes(
 
 
 def _found(routes: Mapping[Route, Sequence[ParamRef]]) -> list[NonFinite]:
-    """Return the gradients that are not finite on any rank of their route.
-
-    Collective: as ``find_nonfinite``, in the order of the units on all ranks.
-    """
+    """Return the gradients that are not finite on any rank of their route."""
     found: list[NonFinite] = []
     for route, refs in routes.items():
         mine = _examined([each for ref in refs for each in _held(ref)])

@@ -1,18 +1,8 @@
 """Whole values for optimizers that need whole matrices, each on a single rank.
 
-A rank holds rows of a sharded matrix, and Muon or Shampoo need all rows. Gathering the
-matrix on every rank would send it ``W`` times, and compute the same result ``W`` times.
-Here each matrix has an *owner*, a rank that holds a part of the matrix already::
-
-    rows of a matrix            owner: the whole matrix         rows of the result
-    rank 0 [ 0 1 2 ]  --.                                  .->  rank 0 [ 0 1 2 ]
-    rank 1 [ 3 4 ]    ---+->  rank 0 [ 0 1 2 3 4 ]  -> f --+->  rank 1 [ 3 4 ]
-    rank 2 [ 5 ]      --'              5 ]                 '->  rank 2 [ 5 ]
-
-Owners follow from the plan, so ranks agree on owners without communication. The
-exchange of the next unit runs while the owners compute the matrices of this unit. The
-idea is that of Distributed Muon (arXiv:2502.16982). Replicas of hybrid sharding share
-the matrices, too.
+The owner of a matrix holds a part of it, and follows from the plan. The exchange of the
+next unit runs while owners compute. The idea is that of Distributed Muon
+(arXiv:2502.16982).
 """
 
 from __future__ import annotations
@@ -45,15 +35,11 @@ class _Item(NamedTuple):
     """A parameter in the exchange of its unit."""
 
     at: int
-    """Position among the parameters of the call."""
     ref: ParamRef
     value: Tensor | None
     sizes: list[int]
-    """Elements on each rank."""
     owner: int
-    """The rank of the shard group that computes."""
     replica: int
-    """The replica that computes."""
 
 
 @torch.no_grad()
@@ -218,10 +204,7 @@ def _exchange(
     function: WholeFunction,
     results: list[Tensor | None],
 ) -> Iterator[None]:
-    """Send the parts of a unit to the owners, and parts of results back.
-
-    Yields behind each message, on whose way the caller does something else.
-    """
+    """Send parts of a unit to the owners, and results back; yield after each."""
     handle = items[0].ref.handle
     groups, me = handle.groups, handle.groups.rank
     replica = groups.replicate.rank() if groups.replicate else 0

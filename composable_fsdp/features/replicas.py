@@ -1,8 +1,4 @@
-"""The state of a replica, for replicas that die and join again while others train.
-
-Rank k of a replica has the shards of rank k of each other one, of which a replica that
-joins gets this state. The manager of torchft decides who is alive.
-"""
+"""The state of a replica, for replicas that die and join again while others train."""
 
 from __future__ import annotations
 
@@ -23,8 +19,7 @@ def replica_state_dict(
 ) -> dict[str, Any]:
     """Return this rank's shards, buffers and optimizer state, without copies.
 
-    Another thread may call this function during forward and backward, as the manager of
-    torchft does: the sharded values change in the optimizer step alone.
+    Another thread may call this function during forward and backward.
 
     Args:
         module: the sharded model.

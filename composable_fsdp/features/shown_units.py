@@ -1,8 +1,4 @@
-"""``print(model)``, and a line in the log, show which modules are sharded.
-
-Each unit's module gets an ``extra_repr`` on the instance: its class never changes, and
-a wrapper of ``nn.Module.__repr__`` would run for every module of the process.
-"""
+"""``print(model)``, and a line in the log, show which modules are sharded."""
 
 from __future__ import annotations
 

@@ -1,19 +1,8 @@
 """Parameters and units that only some ranks use: all ranks send the same in backward.
 
 ``CommonOrder`` goes through the uses of a forward in reverse, and issues at each, also
-a skipped one, what other ranks issue there::
-
-    forward     [ a ] [ b ] [ c ]            uses 0 1 2, of the root 3
-    this rank   root, c, a                   the loss does not reach b
-    sends       gather c | reduce c, gather b | reduce b, gather a | reduce a, root
-
-Units below ``call_where`` are full together, also on ranks that run nothing::
-
-    forward     [agree] [gather a b c]   run a(b, c), or nothing         [reshard]
-    backward    [gather a b c]   backward of a(b, c), or nothing   [reduce c b a]
-
-The engine runs nodes of the graph from the youngest to the oldest, so two nodes have
-the mirrored place on all ranks. The logs of their order are off.
+a skipped one, what other ranks issue there. Units below ``call_where`` are full
+together, also on ranks that run nothing. The logs of their order are off.
 """
 
 from __future__ import annotations
@@ -41,13 +30,9 @@ from composable_fsdp.flat.handle import NO_LOGS, NO_TASK, FlatParamHandle
 from composable_fsdp.flat.residency import NOT_GATHERED, SHARDED
 from composable_fsdp.phases import BACKWARD_PRE, FORWARD, IDLE, Phase
 from composable_fsdp.runtime import graph_task, unshard
-from composable_fsdp.runtime.backward import (
-    UnitForward,
-    earlier_forward,
-    grad_fns_of,
-)
+from composable_fsdp.runtime.backward import UnitForward, grad_fns_of
 from composable_fsdp.runtime.forward import end_unit_forward
-from composable_fsdp.runtime.graph_task import current_task
+from composable_fsdp.runtime.graph_task import current_task, earlier_forward
 from composable_fsdp.runtime.recover import GradientOrder
 from composable_fsdp.runtime.reduce import (
     copy_grads_to_reduce_buffers,
@@ -73,15 +58,12 @@ class CommonOrder(StepOrder):
     def __init__(self, mode: Hashable = ()) -> None:
         super().__init__(mode)
         self.begins: dict[_FSDPState, int] = {}
-        """Per unit: the number of uses that were recorded when the unit's first forward
-        began."""
+        """Per unit: the number of uses recorded when its first forward began."""
         # Progress of backward; set when backward reaches the forward of this order.
         self.next = 0
-        """Index of the use that backward has reached last; uses are walked from the
-        end."""
+        """Index of the use that backward has reached last, from the end."""
         self.accumulates = False
-        """Whether this backward accumulates gradients of parameters; not so for
-        ``autograd.grad`` of inputs."""
+        """Whether this backward accumulates gradients of parameters."""
         self.waiting: dict[_FSDPState, int] = {}
         """The entries of ``begins`` whose unit is not reduced yet."""
 
@@ -235,19 +217,19 @@ def call_where(module: nn.Module, used: bool, *args: Any, **kwargs: Any) -> Any:
     if isinstance(context.order, _Call) and state in context.order.states:
         return module(*args, **kwargs) if used else zero
     call, taped = _Call(context, state), torch.is_grad_enabled()
-    given = _pytree.tree_leaves((args, kwargs)) if used and taped else ()
-    needs = any(isinstance(each, Tensor) and each.requires_grad for each in given)
-    byte = bool(used) + 2 * needs
-    for group in call.groups(taped=taped):
-        found = collectives.all_gather_numbers(
-            "all_gather_byte", [byte], group, "call_where", torch.uint8
-        )
-        byte = reduce(or_, found)
+    needs = taped and used and _need_gradients(args, kwargs)
+    byte = call.agreed(bool(used) + 2 * needs, taped=taped)
     if not byte:
         return zero
     taped = taped and (byte > 1 or any(s.handle.layout.trainable for s in call.states))
     run = partial(module, *args, **kwargs) if used else zero.clone
     return call.run(run, taped=taped, recomputing=recomputing)
+
+
+def _need_gradients(*values: Any) -> bool:
+    """Return whether a tensor in ``values`` requires a gradient."""
+    given = _pytree.tree_leaves(values)
+    return any(isinstance(each, Tensor) and each.requires_grad for each in given)
 
 
 class _Call(GradientOrder):
@@ -275,6 +257,15 @@ class _Call(GradientOrder):
         of = [s.handle.groups for s in self.states if s.handle.groups.has_peers]
         each = [(g.shard, g.replicate if taped else None) for g in of]
         return dict.fromkeys(filter(None, chain.from_iterable(each)))
+
+    def agreed(self, byte: int, *, taped: bool) -> int:
+        """Return the bits that any rank has set."""
+        for group in self.groups(taped=taped):
+            found = collectives.all_gather_numbers(
+                "all_gather_byte", [byte], group, "call_where", torch.uint8
+            )
+            byte = reduce(or_, found)
+        return byte
 
     def refused(self, why: str) -> PhaseError:
         """Tell the other ranks, and return the error."""

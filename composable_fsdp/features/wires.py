@@ -1,8 +1,7 @@
 """Wire formats: how an all-gather sends matrices, encoded in fewer bytes.
 
-A rank's slice of the wire holds values, then scales, each in multiples of 16 bytes. The
-shards keep the exact values. Source of the block-wise format: ZeRO++ (Wang et al.,
-arXiv:2306.10209, section 3.1).
+A rank's slice holds values, then scales. Source of the block-wise format: ZeRO++ (Wang
+et al., arXiv:2306.10209, section 3.1).
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ class Int8Wire(WireFormat):
 class Float8Wire(WireFormat):
     """Sends matrices as float8 (e4m3), with a scale in float32 per row.
 
-    A row is an index of dim 0. Values do not depend on the number of ranks: gathering
-    encoded rows equals encoding the whole matrix.
+    Values do not depend on the number of ranks.
     """
 
     needs_rows = True

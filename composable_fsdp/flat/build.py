@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.flat import memory, part_guards
 from composable_fsdp.flat.gather_sources import EncodedShards, Pieces
-from composable_fsdp.flat.gradients import new_shard, shard_views, show_on_leaves
+from composable_fsdp.flat.gradients import new_shard, shard_views
 from composable_fsdp.flat.handle import (
     FlatParamHandle,
     FullForm,
@@ -24,6 +24,7 @@ from composable_fsdp.flat.handle import (
 from composable_fsdp.flat.memory import GatherSource
 from composable_fsdp.flat.param_form import NO_FORMS, Forms, plain_leaves
 from composable_fsdp.flat.region import (
+    NO_DIVISION,
     FlatGradient,
     FlatParameter,
     FullBuffer,
@@ -33,7 +34,7 @@ from composable_fsdp.flat.region import (
     division,
     no_owner,
 )
-from composable_fsdp.flat.residency import unreadable_versions, written
+from composable_fsdp.flat.residency import UNREADABLE, written
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.unit_plan import Place, UnitPlan
@@ -51,16 +52,7 @@ def build_handle(
 ) -> FlatParamHandle:
     """Turn a planned unit into flat buffers and leaves, in the sharded state."""
     plan, owners = target.plan, target.owners
-    made = _make_layout(
-        plan,
-        target.parameters,
-        target.places,
-        owners,
-        rank=groups.rank,
-        device=device,
-        sharded=sharded,
-        forms=forms,
-    )
+    made = _make_layout(target, groups.rank, device, sharded, forms)
     # ``copy.deepcopy`` passes rule and guards: modules below may be partly copied.
     if guarded is None:
         guarded = part_guards.find_guards(groups, owners, target.modules, forms)
@@ -85,29 +77,17 @@ def build_handle(
 
 def replace_layout(
     handle: FlatParamHandle,
-    plan: UnitPlan,
-    parameters: Sequence[Sequence[nn.Parameter]],
-    places: tuple[Place, ...],
-    owners: tuple[nn.Module, ...],
+    target: Target,
     *,
     origin: tuple[RegionLayout, ...],
     device: torch.device,
 ) -> None:
-    """Give an idle and sharded unit new regions over ``parameters``, without hooks."""
+    """Give an idle and sharded unit the regions of ``target``, without hooks."""
     # A gradient that reaches a region of before is refused by the hook of its leaf.
     for region in handle.layout.trainable:
         region.reduce.owner = no_owner
-    made = _make_layout(
-        plan,
-        parameters,
-        places,
-        owners,
-        rank=handle.groups.rank,
-        device=device,
-        sharded=True,
-        forms=handle.layout.forms,
-        origin=origin,
-    )
+    rank, forms = handle.groups.rank, handle.layout.forms
+    made = _make_layout(target, rank, device, sharded=True, forms=forms, origin=origin)
     form = make_form(made)
     if form.needs_fill:
         form.arena_slot = handle.form.arena_slot
@@ -117,22 +97,19 @@ def replace_layout(
 
 
 def _make_layout(
-    plan: UnitPlan,
-    parameters: Sequence[Sequence[nn.Parameter]],
-    places: tuple[Place, ...],
-    owners: tuple[nn.Module, ...],
-    *,
+    target: Target,
     rank: int,
     device: torch.device,
     sharded: bool,
     forms: Forms,
     origin: tuple[RegionLayout, ...] | None = None,
 ) -> UnitLayout:
-    """Build the regions of ``plan`` over ``parameters``, which become the leaves."""
+    """Build the regions of ``target`` over its parameters, which become the leaves."""
+    plan, places, owners = target.plan, target.places, target.owners
     regions = tuple(
         [
             _build_region(layout, tuple(leaves), plan, rank, device, sharded, forms)
-            for layout, leaves in zip(plan.regions, parameters, strict=True)
+            for layout, leaves in zip(plan.regions, target.parameters, strict=True)
         ]
     )
     trainable = tuple([r for r in regions if isinstance(r, TrainableRegion)])
@@ -189,8 +166,9 @@ def _build_region(
         views, _ = shard_views(cuts, shard)
         for leaf, view, (start, stop, _) in zip(leaves, views, cuts.parts, strict=True):
             if stop > start and not view.is_meta:
-                own = leaf.data.reshape(-1)
-                view.view(-1).copy_(own if sharded else own[start:stop])
+                own = slice(None) if sharded else slice(start, stop)
+                # A name for the old values would keep the last ones' memory.
+                view.view(-1).copy_(leaf.data.reshape(-1)[own])
             if not sharded:
                 # Setting ``.data`` keeps a ``.grad`` of the old shape, which no
                 # optimizer accepts.
@@ -216,7 +194,6 @@ def _build_region(
             device,
             offload=offload,
             graded=leaves,
-            show=show_on_leaves,
         )
         if isinstance(region, TrainableRegion):
             buffer = torch.empty(
@@ -309,6 +286,17 @@ def _placed(
     return tuple([by_slot[place.slot_index] for place in places])
 
 
+def _source_of(
+    layout: UnitLayout, gathering: list[FlatParameter]
+) -> GatherSource | None:
+    """Return what all-gathers of the regions read, if not the shards."""
+    if [region for region in gathering if region.layout.wire]:
+        return EncodedShards(gathering)
+    if layout.plan.piece_ranks and not layout.on_meta:
+        return Pieces(layout.plan, gathering)
+    return None
+
+
 def make_form(
     layout: UnitLayout,
     unreadable: tuple[int, ...] | None = None,
@@ -317,7 +305,7 @@ def make_form(
 ) -> FullForm:
     """Return the full form over the regions' full buffers and leaves."""
     if unreadable is None:
-        unreadable = unreadable_versions(len(layout.sharded_placed))
+        unreadable = tuple(islice(UNREADABLE, len(layout.sharded_placed)))
     gathering = [r for r in layout.regions if r.full.is_own and r.layout.padded_numel]
     fulls = [r.full.buffer for r in gathering]
     # The shard itself, if it has the compute dtype and is on the compute device. Else
@@ -325,13 +313,11 @@ def make_form(
     pairs = [(region.full.own_slice, region.shard) for region in gathering]
     lists = fulls, [shard if own is None else own for own, shard in pairs]
     fills = tuple([(own, shard) for own, shard in pairs if own is not None])
-    if [region for region in gathering if region.layout.wire]:
-        if not isinstance(source, EncodedShards):
-            source = EncodedShards(gathering)
+    if source is None:
+        source = _source_of(layout, gathering)
+    if isinstance(source, EncodedShards):
         lists = source.lists
-    elif source is None and layout.plan.piece_ranks and not layout.on_meta:
-        source = Pieces(layout.plan, gathering)
-    if isinstance(source, Pieces):
+    elif isinstance(source, Pieces):
         fills = source.fills
     placed = _placed(
         layout.regions, layout.places, [r.full.leaves for r in layout.regions]
@@ -358,9 +344,15 @@ def set_divisions(handle: FlatParamHandle) -> None:
         and handle.groups.can_average
         and not rule.force_sum
     )
+    factor = rule.factor
+    # A backend that averages knows of its own ranks alone.
+    if factor is None and rule.expert_ranks > 1:
+        factor = float(ranks * rule.expert_ranks)
     for region in handle.layout.trainable:
-        dtype = region.reduce.buffer.dtype
-        region.reduce.division = division(rule, dtype, ranks=ranks, can_average=average)
+        region.reduce.division = NO_DIVISION
+        if rule.hook is None:
+            dtype = region.reduce.buffer.dtype
+            region.reduce.division = division(factor, dtype, ranks, average)
 
 
 def renew_full_leaves(

@@ -1,9 +1,7 @@
 """Flat parameters: one parameter per trainable region, for element-wise optimizers.
 
-A flat parameter's data is ``shard`` and its ``.grad`` is ``gradient.shard``; ``.grad``
-of the leaves stays None. It outlives the region: a new region with the same parameters
-is bound to it. Without one it is *retired*: it has no elements, and its record still
-knows which elements of the optimizer state belong to which parameter.
+It outlives the region and is bound to a new one with the same parameters, or else is
+*retired*: without elements, but still the record of its optimizer state.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from composable_fsdp.flat.gradients import (
     note_shown,
     own_gradients,
     ready_gradient,
-    show_on_flat,
     views_are_intact,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -41,7 +38,6 @@ class FlatParamRecord(weakref.ref[FlatParamHandle]):
 
 
 FLAT_PARAMS: dict[int, FlatParamRecord] = {}
-"""All records, by id of the flat parameter."""
 
 
 def find_flat(parameter: object) -> tuple[FlatParamHandle, FlatParamRecord] | None:
@@ -77,7 +73,7 @@ def rebind_flat_parameter(
         flat.grad_dtype = region.gradient.dtype
     if gradient is not None and not gradient.is_meta:
         flat.grad = gradient.to(region.shard.device, region.gradient.dtype)
-    region.flat, region.show = flat, show_on_flat
+    region.flat = flat
     region.graded = (flat, *region.leaves)
     region.holders = (flat, *region.holders)
     handle.writes.flat_parameters = (*handle.writes.flat_parameters, flat)
@@ -140,7 +136,7 @@ def set_leaf_gradient(
     """Write the gradient of a leaf, or of its part of the flat parameter."""
     leaf = region.leaves[index]
     if region.flat is None:
-        if value is None or index in region.absent:
+        if value is None or index in region.cuts.absent:
             leaf.grad = None
         elif leaf.grad is not None:
             leaf.grad.copy_(value)
@@ -151,12 +147,8 @@ def set_leaf_gradient(
         return
     _hold(handle, region)
     view = region.gradient.views[index]
-    if view is None:
-        return
-    if value is None:
-        view.zero_()
-    else:
-        view.copy_(value)
+    if view is not None:
+        view.zero_() if value is None else view.copy_(value)
 
 
 def add_own_gradients(handle: FlatParamHandle, region: FlatParameter) -> None:
@@ -178,15 +170,8 @@ def flats_in(param_groups: Iterable[dict[str, Any]]) -> list[FlatParamRecord]:
     """Return the records of an optimizer's flat parameters, in group order."""
     if not FLAT_PARAMS:
         return []
-    # ``isdisjoint`` looks up all parameters of a group in C, so an optimizer without
-    # flat parameters pays little.
-    return [
-        FLAT_PARAMS[id(parameter)]
-        for group in param_groups
-        if not FLAT_PARAMS.keys().isdisjoint(map(id, group["params"]))
-        for parameter in group["params"]
-        if id(parameter) in FLAT_PARAMS
-    ]
+    found = [FLAT_PARAMS.get(id(p)) for group in param_groups for p in group["params"]]
+    return [flat for flat in found if flat is not None]
 
 
 def move_own_gradients(flats: Iterable[FlatParamRecord]) -> None:
@@ -208,13 +193,3 @@ def _hold(handle: FlatParamHandle, region: FlatParameter) -> None:
     region.flat.grad = region.gradient.shard
     # A user can reach every part of ``gradient.shard`` through ``flat.grad``.
     note_shown(region, bytes([1]) * len(region.leaves))
-
-
-def clear_flat_gradients(handle: FlatParamHandle, *, set_to_none: bool) -> None:
-    """Clear the gradients of the unit's flat parameters, as ``zero_grad`` does."""
-    for region in handle.layout.trainable:
-        if region.flat is not None and region.flat.grad is not None:
-            if set_to_none:
-                region.flat.grad = None
-            else:
-                region.flat.grad.zero_()

@@ -1,20 +1,9 @@
 """What an all-gather reads in place of the shards: encoded shards, or pieces.
 
-A unit with wire formats encodes its shards before an all-gather, and decodes the
-gathered bytes. On CUDA on the gather stream; the encoded values have memory until then.
-
-A *piece* holds the shards of several ranks, which are a slice of the full buffer. It
-stays while the full buffer is freed::
-
-    full     | shard 0 | shard 1 | shard 2 | shard 3 |   2 pieces over 4 ranks
-    piece of ranks 0, 1          | of ranks 2, 3     |
-
-At rest, pieces are coarser than the shards that an optimizer updates: they are gathered
-from the shards, once after each change, and the full buffers from the pieces. Or else
-pieces are kept from a forward to its backward alone, and copied from the full buffers.
-
-On CUDA the gather stream alone allocates, writes and reads pieces, in this order; no
-event is needed beside those that order the shards and the full buffers.
+A *piece* holds the shards of several ranks, which are a slice of the full buffer, and
+stays while that is freed. Pieces at rest are gathered from the shards after each
+change; others are copied from the full buffers, from a forward to its backward. The
+gather stream alone allocates, writes and reads them, so they need no event.
 """
 
 from __future__ import annotations
@@ -41,13 +30,14 @@ from composable_fsdp.planning.unit_plan import UnitPlan
 class EncodedShards(GatherSource):
     """The source of all-gathers of a unit with wire formats."""
 
-    __slots__ = ("_coded", "kept", "lists")
+    __slots__ = ("_coded", "_work", "kept", "lists")
 
     def __init__(self, regions: Sequence[FlatParameter]) -> None:
         outputs = [region.full.buffer for region in regions]
         inputs = [region.shard for region in regions]
         self._coded: list[tuple[int, FlatParameter]] = []
         """The regions with a wire format, and their places in ``lists``."""
+        self._work: Waitable
         for at, region in enumerate(regions):
             layout, own = region.layout, region.full.own_slice
             if layout.wire is not None:
@@ -63,7 +53,6 @@ class EncodedShards(GatherSource):
                 inputs[at] = own
         self.kept = outputs
         self.lists = outputs, inputs
-        """``FullForm.gather_lists``."""
 
     # ``torch.func.vjp`` in a forward refuses writes to tensors from outside of it.
     @outside_transforms
@@ -89,24 +78,30 @@ class EncodedShards(GatherSource):
     ) -> Waitable | None:
         """Decode when ``work`` has ended: now if it is None, else at the wait."""
         if work is not None:
-            return _Decoding(self, work)
+            self._work = work
+            return self
         # On CUDA on the stream of the all-gather, whose event covers the decoding.
-        self.decode()
+        self._decode()
         return None
+
+    def wait(self) -> None:
+        """Wait for the all-gather, and fill the full buffers."""
+        self._work.wait()
+        del self._work  # it may hold tensors
+        self._decode()
 
     @outside_transforms
     @torch.no_grad()
-    def decode(self) -> None:
+    def _decode(self) -> None:
         """Fill the full buffers from the encoded values, and free these."""
+        outputs = self.lists[0]
         for at, region in self._coded:
             layout = region.layout
             assert layout.wire is not None
             # Autograd saves views of ``full`` only from here on (``make_readable``), so
             # these writes invalidate no saved tensor.
-            layout.wire.decode(
-                self.lists[0][at], region.full.buffer, layout.wire_layout
-            )
-            memory.free(self.lists[0][at])
+            layout.wire.decode(outputs[at], region.full.buffer, layout.wire_layout)
+            memory.free(outputs[at])
 
     def leave(self, handle: FlatParamHandle) -> None:
         """Give the encoded values other memory, but none until the next encoding."""
@@ -120,20 +115,6 @@ class EncodedShards(GatherSource):
         """Free the encoded values, which have memory if the all-gather has raised."""
         for at, _ in self._coded:
             memory.free(self.lists[0][at])
-
-
-class _Decoding:
-    """An all-gather of encoded values; the wait also decodes."""
-
-    __slots__ = ("_source", "_work")
-
-    def __init__(self, source: EncodedShards, work: Waitable) -> None:
-        self._source, self._work = source, work
-
-    def wait(self) -> None:
-        """Wait for the all-gather, and fill the full buffers."""
-        self._work.wait()
-        self._source.decode()
 
 
 class Pieces(GatherSource):
@@ -150,46 +131,35 @@ class Pieces(GatherSource):
         self.kept = []
         """The buffers of the pieces; without memory at first."""
         self._starts: list[int] = []
-        """Where in ``full`` the pieces begin."""
         self._inputs: list[Tensor] = []
-        """What an all-gather of the pieces reads: the shard, or this rank's slice."""
+        """What an all-gather of pieces reads: the shard, or this rank's slice."""
+        self.fills: tuple[tuple[Tensor, Tensor], ...] = ()
+        """``FullForm.fills``: into the pieces if these stay, else into ``full``."""
         self._filled_at: tuple[int, ...] = ()
-        """``shard_versions`` of the values in the pieces; empty, if these must not be
-        used."""
+        """``shard_versions`` of the values in the pieces; empty: not to be used."""
         self._gathered_at: tuple[int, ...] = ()
-        """``shard_versions`` at the last all-gather of the full buffers; empty, if
-        these must not be copied."""
+        """``shard_versions`` at the last all-gather; empty if not to be copied."""
         for region in regions:
-            numel = region.layout.shard_numel
+            numel, into = region.layout.shard_numel, region.full.own_slice
             shards = region.layout.world_size // plan.piece_ranks
-            # The buffers outlive an inference mode of the caller.
-            buffer = memory.new_buffer(
-                shards * numel, region.full.buffer.dtype, region.device
-            )
             number, own = divmod(region.rank, shards)
+            dtype, source = region.full.buffer.dtype, region.shard
+            # The buffers outlive an inference mode of the caller.
+            with memory.outside_inference():
+                buffer = torch.empty(shards * numel, dtype=dtype, device=region.device)
+                if self.at_rest and into is not None:
+                    source = into = buffer[own * numel : (own + 1) * numel]
+            memory.free(buffer)
             self.kept.append(buffer)
             self._starts.append(number * buffer.numel())
-            self._inputs.append(region.shard)
-            if region.full.own_slice is not None:
-                with memory.outside_inference():
-                    self._inputs[-1] = buffer[own * numel : (own + 1) * numel]
-        into = self._inputs if self.at_rest else [r.full.own_slice for r in regions]
-        self.fills = tuple(
-            [
-                (own, region.shard)
-                for own, region in zip(into, regions, strict=True)
-                if own is not None and region.full.own_slice is not None
-            ]
-        )
-        """``FullForm.fills``: into the pieces if these stay, else into ``full``."""
-        # Only now: views can be created while a storage has memory.
-        for buffer in self.kept:
-            memory.free(buffer)
+            self._inputs.append(source)
+            if into is not None:
+                self.fills += ((into, region.shard),)
 
     def fill(
         self, context: Any, handle: FlatParamHandle
     ) -> tuple[list[Tensor], GroupRef | None]:
-        """Return the pieces, or the shards if no piece may be used; and the group.
+        """Return the pieces and the group, or the shards, if no piece may be used.
 
         Collective: an all-gather of pieces at rest, unless they are filled.
         """
@@ -213,11 +183,9 @@ class Pieces(GatherSource):
 
     def _gather(self, handle: FlatParamHandle) -> None:
         """Fill the pieces. Collective: an all-gather over the ranks of a piece."""
-        ref = handle.groups.spread_ref
+        ref, name = handle.groups.spread_ref, handle.full_fqn
         assert ref is not None
-        operation = Operation(
-            ref, "all_gather", handle.full_fqn, handle.phase, self.kept
-        )
+        operation = Operation(ref, "all_gather", name, handle.phase, self.kept)
         try:
             # The host waits on CPU: the next all-gather reads the pieces.
             collectives.all_gather_flat(
@@ -235,11 +203,9 @@ class Pieces(GatherSource):
     def leave(self, handle: FlatParamHandle) -> None:
         """Give the pieces other memory, but none until they are filled again."""
         self._filled_at = self._gathered_at = ()
-        own = [*self._inputs, *(part for part, _ in self.fills)]
-        for at, buffer in enumerate(self.kept):
+        for at, (buffer, own) in enumerate(zip(self.kept, self._inputs, strict=True)):
             if memory.is_allocated(buffer):
-                here = buffer.untyped_storage()._cdata
-                views = [x for x in own if x.untyped_storage()._cdata == here]
+                views = [part for part, _ in self.fills if part is own]
                 self.kept[at] = memory.leave(buffer, views)
                 memory.free(self.kept[at])
 

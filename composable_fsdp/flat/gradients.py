@@ -1,8 +1,7 @@
 """Gradients of a unit: reduce buffers, flat gradients, and ``.grad`` of the leaves.
 
-Gradients wait in ``ReduceBuffer.waiting`` and are copied together; the reduction writes
-the flat gradient, of which ``.grad`` are views. It is released after ``zero_grad``. If
-the user exchanged ``.grad`` of leaves, sums are added to each, as autograd does.
+The reduction writes the flat gradient, of which ``.grad`` are views. If the user
+exchanged ``.grad`` of leaves, sums are added to each, as autograd does.
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.flat.region import (
     FlatParameter,
     TrainableRegion,
     grad_of,
     post_hooks_of,
 )
-from composable_fsdp.naming import quoted
 from composable_fsdp.planning.layout import ShardCuts
 
 
@@ -89,7 +86,10 @@ def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
         _free_gradient(region)
     if gradient.shard is None:
         numel, device = region.layout.shard_numel, region.device
-        shard = new_shard(numel, gradient.dtype, device, offload=region.offload)
+        if gradient.dtype is region.shard.dtype and not region.offload:
+            shard = torch.empty_like(region.shard)  # faster than by numbers
+        else:
+            shard = new_shard(numel, gradient.dtype, device, offload=region.offload)
         if gradient.keeps_empty:
             gradient.views = gradient_views(region, shard)
         else:
@@ -106,12 +106,12 @@ def views_are_intact(region: FlatParameter) -> bool:
         return True
     begin, size = shard.data_ptr(), shard.itemsize
     # ``p.grad.data = ...`` replaces the memory of a view.
-    for view, (start, stop, at) in zip(
-        region.gradient.views, region.cuts.parts, strict=True
-    ):
-        if start < stop and view is not None and view.data_ptr() != begin + at * size:
-            return False
-    return True
+    pairs = zip(region.gradient.views, region.cuts.parts, strict=True)
+    return not [
+        at
+        for view, (start, stop, at) in pairs
+        if start < stop and view is not None and view.data_ptr() != begin + at * size
+    ]
 
 
 def free_cleared(handle: FlatParamHandle) -> None:
@@ -137,11 +137,8 @@ def _free_gradient(region: FlatParameter) -> None:
     region.gradient.views = []
 
 
-def add_to_all(region: FlatParameter, sums: Tensor) -> bool:
-    """Add ``sums`` to the whole flat gradient, if that is correct for every leaf.
-
-    Correct: each leaf shows its view, or none has a ``.grad`` and none has shown it.
-    """
+def _add_to_all(region: FlatParameter, sums: Tensor) -> bool:
+    """Add ``sums`` to the whole flat gradient, if that is correct for every leaf."""
     gradient = region.gradient
     assert gradient.shard is not None
     if are_cleared(region.leaves):
@@ -155,23 +152,6 @@ def add_to_all(region: FlatParameter, sums: Tensor) -> bool:
     _zero_padding(region)
     gradient.shard.add_(sums)
     return True
-
-
-@torch.no_grad()
-def add_to_each(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
-    """Add the parts of ``sums`` to the gradients of the leaves separately, in place."""
-    parts = gradient_views(region, sums)
-    for leaf, part, hit in zip(region.leaves, parts, arrived, strict=True):
-        if not hit:
-            continue
-        if part is None:
-            leaf.grad = None
-        elif leaf.grad is None:
-            # A copy and no view: a user may still hold the view of the flat gradient
-            # that the leaf showed before, and ``sums`` is a temporary buffer.
-            leaf.grad = part.to(region.gradient.dtype, copy=True)
-        else:
-            leaf.grad.add_(part)
 
 
 @torch.no_grad()
@@ -196,22 +176,29 @@ def show_on_leaves(
     region: FlatParameter, sums: Tensor | None, arrived: bytes
 ) -> list[nn.Parameter]:
     """Add reduced gradients to ``.grad``; return the leaves that have hooks to call."""
-    # A single addition for the whole region, if that is correct for every parameter.
-    if sums is not None and not add_to_all(region, sums):
-        add_to_each(region, sums, arrived)
-        return [
-            leaf
-            for leaf, hit in zip(region.leaves, arrived, strict=True)
-            if hit and leaf._post_accumulate_grad_hooks
-        ]
-    note_shown(region, arrived)
+    if region.flat is not None:
+        _show_on_flat(region, sums, arrived)
+        return []
+    # A single addition for the whole region, if that is correct for every parameter;
+    # else to each, in place, as autograd does.
+    views, apart = region.gradient.views, False
+    if sums is not None and not _add_to_all(region, sums):
+        views, apart = gradient_views(region, sums), True
+    else:
+        note_shown(region, arrived)
     hooked: list[nn.Parameter] = []
-    pairs = zip(region.leaves, region.gradient.views, arrived, strict=True)
-    for leaf, view, hit in pairs:
+    for leaf, view, hit in zip(region.leaves, views, arrived, strict=True):
         if not hit:
             continue
         earlier = leaf.grad
-        if earlier is not view:
+        if apart and view is not None:
+            if earlier is not None:
+                earlier.detach().add_(view)
+            else:
+                # A copy and no view: a user may still hold the view of the flat
+                # gradient that the leaf showed before, and ``sums`` is temporary.
+                leaf.grad = view.to(region.gradient.dtype, copy=True)
+        elif earlier is not view:
             if earlier is not None and view is not None:
                 # The loss also used the sharded parameter directly (a penalty on
                 # weights), and autograd has accumulated that gradient in ``.grad``.
@@ -274,37 +261,27 @@ def leave_reduce(handle: FlatParamHandle) -> None:
 
 def zero_missing(handle: FlatParamHandle) -> None:
     """Zero the padding, and the parts of gradients that did not arrive."""
-    # All views are collected first, so that a single call zeroes all of them.
-    missing: list[torch.Tensor] = []
+    missing: list[Tensor] = []
     for region in handle.layout.trainable:
-        missing.extend(region.reduce.gaps)
-        if 0 in region.reduce.arrived:
-            missing.extend(
-                view
-                for view, hit in zip(
-                    region.reduce.views, region.reduce.arrived, strict=True
-                )
-                if not hit and view.numel()
-            )
+        reduce = region.reduce
+        missing += reduce.gaps
+        if 0 in reduce.arrived:
+            pairs = zip(reduce.views, reduce.arrived, strict=True)
+            missing += [view for view, hit in pairs if not hit and view.numel()]
     if missing:
         torch._foreach_zero_(missing)
 
 
 def arrived_flags(handle: FlatParamHandle) -> tuple[bytes, ...]:
     """Return per region which leaves get a gradient, with sums that were held."""
-    trainable = handle.layout.trainable
+    trainable, now = handle.layout.trainable, list[Any]()
     if handle.rule.fill:
         # All parameters that were not frozen after the forward.
-        flags = [[leaf.requires_grad for leaf in r.leaves] for r in trainable]
-        arrived = tuple(map(bytes, flags))
+        now += [[leaf.requires_grad for leaf in r.leaves] for r in trainable]
     else:
-        arrived = tuple([bytes(region.reduce.arrived) for region in trainable])
-    if handle.reduction.held is not None:
-        arrived = tuple(
-            bytes(map(or_, now, earlier))
-            for now, earlier in zip(arrived, handle.reduction.held, strict=True)
-        )
-    return arrived
+        now += [region.reduce.arrived for region in trainable]
+    pairs = zip(now, handle.reduction.held or now, strict=True)
+    return tuple([bytes(map(or_, *pair)) for pair in pairs])
 
 
 def clear_arrived(handle: FlatParamHandle) -> None:
@@ -327,17 +304,12 @@ def copy_waiting_views(handle: FlatParamHandle) -> None:
         end = begin + full.nbytes
         for region in handle.layout.trainable:
             waiting = region.reduce.waiting
-            # Tensor subclasses may have no data pointer; a subclass is never a view of
-            # ``full``.
+            # A subclass is no view of ``full``, and may have no data pointer.
             plain: Iterable[Any] = waiting
             if not _PLAIN.issuperset(map(type, waiting)):
                 plain = [each for each in waiting if type(each) is Tensor]
-            for place in map(Tensor.data_ptr, plain):
-                if begin <= place < end:
-                    region.reduce.waiting = [
-                        None if each is None else each.clone() for each in waiting
-                    ]
-                    break
+            if [at for at in map(Tensor.data_ptr, plain) if begin <= at < end]:
+                region.reduce.waiting = [x if x is None else x.clone() for x in waiting]
 
 
 def has_arrived(handle: FlatParamHandle) -> bool:
@@ -372,10 +344,7 @@ HOOK_WATCHES: list[Callable[[nn.Parameter, Tensor], AbstractContextManager[None]
 
 @torch.no_grad()
 def call_tensor_hooks(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
-    """Call the tensor hooks of parameters that get a gradient now.
-
-    Collective: none, except the collectives of the hooks.
-    """
+    """Call the tensor hooks of parameters that get a gradient now."""
     views, _ = shard_views(region.cuts, sums)
     for leaf, view, hit in zip(region.leaves, views, arrived, strict=True):
         if not hit or not leaf._backward_hooks:
@@ -392,24 +361,11 @@ def call_tensor_hooks(region: FlatParameter, sums: Tensor, arrived: bytes) -> No
 def _called(
     hook: Callable[[Tensor], Any], given: Tensor, leaf: nn.Parameter, gradient: Any
 ) -> Any:
-    """Call a hook of the user; an error names the parameter."""
-    try:
-        with ExitStack() as around:
-            for watch in HOOK_WATCHES if gradient is not None else ():
-                around.enter_context(watch(leaf, gradient))
-            return hook(given)
-    except Exception as error:
-        ref = find_param(leaf)
-        if ref is not None:
-            note = (
-                f"In a hook of parameter {quoted(ref.name)} {ref.shape}: it gets the "
-                f"gradient of this rank's part, {tuple(leaf.shape)}."
-            )
-            if hasattr(error, "add_note"):
-                error.add_note(note)
-            else:  # before Python 3.11
-                error.args = (f"{error}\n{note}",)
-        raise
+    """Call a hook of the user, inside of ``HOOK_WATCHES``."""
+    with ExitStack() as around:
+        for watch in HOOK_WATCHES if gradient is not None else ():
+            around.enter_context(watch(leaf, gradient))
+        return hook(given)
 
 
 @torch.no_grad()
@@ -428,13 +384,8 @@ def call_post_hooks(leaves: Iterable[nn.Parameter]) -> None:
             leaf.grad = None
 
 
-def show_on_flat(
-    region: FlatParameter, sums: Tensor | None, arrived: bytes | bytearray
-) -> list[nn.Parameter]:
-    """Add reduced gradients to ``.grad`` of the flat parameter; call the leaves' hooks.
-
-    Collective: none, except the collectives of the hooks.
-    """
+def _show_on_flat(region: FlatParameter, sums: Tensor | None, arrived: bytes) -> None:
+    """Add reduced gradients to ``.grad`` of the flat parameter; call hooks."""
     if sums is not None:
         own_gradients(region)
         assert region.gradient.shard is not None
@@ -442,29 +393,20 @@ def show_on_flat(
     if 1 in arrived:
         assert region.flat is not None
         region.flat.grad = region.gradient.shard
-        note_shown(region, bytes(arrived))
-        # A single assignment serves all parameters. Single parameters are visited only
-        # if any of them has a post-accumulate-grad hook.
+        note_shown(region, arrived)
         if any(map(post_hooks_of, region.leaves)):
             _call_flat_post_hooks(region, arrived)
-    return []
 
 
 @torch.no_grad()
-def _call_flat_post_hooks(region: FlatParameter, arrived: bytes | bytearray) -> None:
+def _call_flat_post_hooks(region: FlatParameter, arrived: bytes) -> None:
     """Run post-accumulate-grad hooks with ``.grad`` viewing the flat gradient."""
-    for leaf, view, hit in zip(
-        region.leaves, region.gradient.views, arrived, strict=True
-    ):
+    views = region.gradient.views
+    for leaf, view, hit in zip(region.leaves, views, arrived, strict=True):
         if hit and leaf._post_accumulate_grad_hooks:
             own, leaf.grad = leaf.grad, view
             call_post_hooks([leaf])
-            # A hook may have replaced or cleared ``.grad``; the result is copied into
-            # the flat gradient.
+            # A hook may have replaced or cleared ``.grad``.
             left, leaf.grad = grad_of(leaf), own
-            if view is None:
-                continue
-            if left is None:
-                view.zero_()
-            elif left is not view:
-                view.copy_(left)
+            if view is not None and left is not view:
+                view.zero_() if left is None else view.copy_(left)

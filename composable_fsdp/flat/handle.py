@@ -1,18 +1,14 @@
-"""``FlatParamHandle``: a unit's flat buffers, and the unit's state during a step.
-
-The handle holds data and answers questions. The functions of ``flat.residency``,
-``flat.gradients`` and ``runtime`` change the handle.
-"""
+"""``FlatParamHandle``: a unit's flat buffers, and the unit's state during a step."""
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,21 +23,33 @@ from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.unit_plan import Place, UnitPlan
 
-UseOrder = Any
-"""A ``features.guard.order_log.OrderLog``, of which the core uses ``expected``, the
-recorded uses of this round, ``position``, the index of the next, ``is_open``,
-``depart``, ``end`` and ``drop``. In a steady step the core compares a use inline."""
+
+class UseOrder(Protocol):
+    """What the core uses of a ``features.guard.order_log.OrderLog``."""
+
+    expected: Sequence[object]
+    """The recorded uses of this round, with which the core compares a use inline."""
+    position: int
+    is_open: bool
+    number: int
+    """The index among the logs over its group."""
+
+    def depart(self, use: object, mode: Hashable) -> None:
+        """Record another use than the expected one."""
+
+    def end(self) -> None:
+        """End the round."""
+
+    def drop(self) -> None:
+        """Forget the round."""
 
 
 class UnitLogs(NamedTuple):
     """The order logs of a unit; ``None`` if the unit sends no such collective."""
 
     forward: UseOrder | None = None
-    """Order of the unit's all-gathers in forward."""
     backward: UseOrder | None = None
-    """Order of the unit's all-gathers in backward."""
     reduce: UseOrder | None = None
-    """Order of the unit's reductions."""
 
 
 NO_LOGS = UnitLogs()
@@ -61,11 +69,9 @@ class FullForm:
     """The full buffers and leaves of a unit."""
 
     placed: tuple[nn.Parameter, ...]
-    """The full leaf of each place."""
     swaps: tuple[Swap, ...]
     gather_lists: tuple[list[Tensor], list[Tensor]]
-    """The outputs and the inputs of the all-gather, of each region with elements:
-    ``full`` and the shard or this rank's slice of ``full``, or encoded values."""
+    """The outputs and the inputs of the all-gather, of each region with elements."""
     fulls: list[Tensor]
     """``full`` of these regions; the list of the outputs, if nothing is encoded."""
     fills: tuple[tuple[Tensor, Tensor], ...]
@@ -77,13 +83,11 @@ class FullForm:
     readable: tuple[int, ...] | None = None
     """The same while autograd may read the leaves; ``None`` while it must not."""
     handed: Callable[[FlatParamHandle], bool] | None = None
-    """Called by the reshard if a user got the full leaves; returns whether their memory
-    must stay, because a graph reads leaves that the user has kept."""
+    """Called by the reshard if a user got the full leaves: whether memory must stay."""
     accumulators: tuple[Any, ...] = ()
     """AccumulateGrad nodes of the trainable full leaves, which hold them weakly."""
     arena_slot: Any = None
-    """Where the full leaves lie, if not in storages of their own: in a ``Slot`` of an
-    arena (``features.arena``), which units use in turn."""
+    """Where the full leaves lie, if not in storages of their own: in a ``Slot``."""
     source: GatherSource | None = None
     """What an all-gather reads, if not the shards or this rank's slices."""
 
@@ -119,11 +123,9 @@ class UnitLayout:
 
     plan: UnitPlan
     origin: tuple[RegionLayout, ...]
-    """Region layouts from ``fully_shard``, with today's dtypes; those of ``plan``
-    differ after parameters were frozen or unfrozen."""
+    """Region layouts as ``fully_shard`` made them, but with today's dtypes."""
     structure: int
-    """0 if the regions are those of ``fully_shard``; else a checksum of the parameters
-    in each region, by which a program that freezes in turn finds a known order."""
+    """A checksum of the parameters in each region; 0 for those of ``fully_shard``."""
     device: torch.device
     """The compute device, which holds the full parameters."""
     offload: bool
@@ -139,9 +141,7 @@ class UnitLayout:
     places: tuple[Place, ...]
     owners: tuple[nn.Module, ...]
     tables: tuple[Table, ...]
-    """``module._parameters`` of each owner."""
     keys: tuple[str, ...]
-    """The key of each place in its table."""
     sharded_placed: tuple[nn.Parameter, ...]
     forms: Forms
     """The forms of the parameters that compute sees as another class."""
@@ -153,7 +153,6 @@ class LeafMemory(NamedTuple):
     leaves: tuple[nn.Parameter, ...]
     """Sharded leaves with elements on this rank."""
     addresses: tuple[int, ...]
-    """The ``data_ptr()`` of each of ``leaves``, in the shard."""
     empty: tuple[nn.Parameter, ...]
     """Sharded leaves without elements on this rank, which have no address."""
     storages: tuple[torch.UntypedStorage, ...]
@@ -177,7 +176,6 @@ def leaf_memory(layout: UnitLayout) -> LeafMemory:
 
 
 Guards = tuple[OrderedDict[int, Any], ...]
-NO_PATHS: Mapping[int, str] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -187,8 +185,7 @@ class ShardWrites:
     at_build: int
     """Sum of the version counters of the sharded leaves at build; -1 if on meta."""
     gathered_at: tuple[int, ...] | None = None
-    """``flat.residency.shard_versions`` at the last all-gather, which show later
-    writes. Empty before the first; ``None`` as long as the unit is never kept full."""
+    """``shard_versions`` at the last all-gather; None if never kept full."""
     steps: int = 0
     """Optimizer steps over the unit's leaves since counting began."""
     steps_per_reduction: int = 0
@@ -206,15 +203,12 @@ class ReductionProgress:
     due: bool = False
     """Whether gradients are expected, or have arrived, that no reduction has taken."""
     has_memory: bool = False
-    """Whether the reduce buffers are allocated; also during a reduction, until an
-    all-gather takes the memory."""
+    """Whether reduce buffers are allocated, until an all-gather takes the memory."""
     in_flight: bool = False
-    """Whether a reduction may be writing the flat gradients."""
     all_reduces: bool = False
     """Whether an all-reduce on a stream of its own writes the flat gradients."""
     held: tuple[bytes, ...] | None = None
-    """Arrival flags per trainable region of the sums that wait in
-    ``ReduceBuffer.partial`` for the all-reduce; ``None`` if no sums wait."""
+    """Arrival flags per trainable region of the sums that wait; None without."""
 
 
 class FlatParamHandle:
@@ -232,18 +226,18 @@ class FlatParamHandle:
     ) -> None:
         self.groups, self.rule = groups, rule
         self.full_fqn = layout.plan.fqn
-        """FQN of the unit's module from the root; until lazy initialization, from the
-        module that ``fully_shard`` was called on."""
-        self.paths: Mapping[int, str] = NO_PATHS
+        """FQN of the module, from the root after lazy initialization."""
+        self.paths: dict[int, str] = {}
         """Of a unit of several modules below a root: paths of its owners, by id."""
         self.logs = NO_LOGS
-        """The order logs; assigned by lazy initialization."""
         self.guards = guards
         """Tables of forward pre-hooks, one per part of the unit (``part_guards``)."""
         # ``Any``: the class is in a higher layer.
         self.calls: list[Any] = []
         """The ``UnitForward`` of each running forward of the unit, outermost first."""
         self.writes = writes
+        self.indices: dict[int, int] = {}
+        """By id of a sharded leaf: its index (``remember_leaves``)."""
         self.begin_layout(layout, form)
 
     def begin_layout(self, layout: UnitLayout, form: FullForm) -> None:
@@ -325,28 +319,20 @@ class FlatParamHandle:
 # From a sharded leaf to its unit, for functions that get bare parameters. By id,
 # because ``torch.utils.swap_tensors`` refuses a parameter with weak references; the
 # handle keeps its leaves alive, so no id is used again while the entry exists.
-class _LeavesOf(weakref.ref[FlatParamHandle]):
-    """Weak reference to a handle; ``indices`` maps the id of each leaf to its index."""
-
-    __slots__ = ("indices",)
-    indices: dict[int, int]
-
-
-LEAVES: dict[int, _LeavesOf] = {}
+LEAVES: dict[int, weakref.ref[FlatParamHandle]] = {}
 """By id of a sharded leaf: the reference to the leaf's handle."""
 
 
 def remember_leaves(handle: FlatParamHandle) -> None:
     """Register this handle's leaves for ``find_leaf`` until the handle is deleted."""
-    link = _LeavesOf(handle, _forget)
-    link.indices = dict(zip(map(id, handle.leaves), count(), strict=False))
-    LEAVES.update(dict.fromkeys(link.indices, link))
+    handle.indices = dict(zip(map(id, handle.leaves), count(), strict=False))
+    link = weakref.ref(handle, partial(_forget, [*handle.indices]))
+    LEAVES.update(dict.fromkeys(handle.indices, link))
 
 
-def _forget(link: weakref.ref[FlatParamHandle]) -> None:
+def _forget(keys: list[int], link: weakref.ref[FlatParamHandle]) -> None:
     """Weak reference callback: delete the leaves of a handle that was deleted."""
-    assert isinstance(link, _LeavesOf)
-    for key in link.indices:
+    for key in keys:
         # A rebuilt unit may have registered the same leaf again.
         if LEAVES.get(key) is link:
             del LEAVES[key]
@@ -354,15 +340,14 @@ def _forget(link: weakref.ref[FlatParamHandle]) -> None:
 
 def forget_leaves(handle: FlatParamHandle) -> None:
     """Remove this handle's leaves from the registry that ``find_leaf`` reads."""
-    for leaf in handle.leaves:
-        link = LEAVES.get(id(leaf))
+    for key in handle.indices:
+        link = LEAVES.get(key)
         if link is not None and link() is handle:
-            _forget(link)
+            del LEAVES[key]
 
 
 def find_leaf(parameter: Any) -> tuple[FlatParamHandle, int] | None:
     """Return the handle and index of a sharded leaf; ``None`` for other parameters."""
-    key = id(parameter)
-    link = LEAVES.get(key)
+    link = LEAVES.get(id(parameter))
     handle = None if link is None else link()
-    return (handle, link.indices[key]) if link and handle is not None else None
+    return None if handle is None else (handle, handle.indices[id(parameter)])

@@ -1,8 +1,6 @@
 """Allocating and freeing the storage of a tensor while views of the tensor stay valid.
 
-A view keeps offset and strides when the storage is resized, so views are created
-once. Reading a view of an empty storage raises or crashes: before a caller frees a
-tensor, the caller must make the views unreachable.
+Reading a view of an empty storage raises or crashes, so callers hide the views first.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from composable_fsdp.comm.device import Waitable
 from composable_fsdp.comm.groups import GroupRef
 
 _STAY = nullcontext()
-"""Shared null context, which ``outside_inference`` returns outside inference mode."""
 
 
 def outside_inference() -> AbstractContextManager[object]:
@@ -91,22 +88,9 @@ def new_buffer(
     numel: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
 ) -> Tensor:
     """Create an uninitialised flat buffer."""
-    # Buffers live across calls. If an inference tensor were created here, training
-    # could not write to the buffer.
+    # Training could not write to an inference tensor.
     with outside_inference():
         return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
-
-
-def is_at(leaf: torch.Tensor, home: torch.Tensor) -> bool:
-    """Return whether ``leaf`` is the same view of the same memory as ``home``."""
-    # Strides too: a transposed view has the same address and, if square, the same
-    # shape.
-    return (leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()) == (
-        home.data_ptr(),
-        home.dtype,
-        home.shape,
-        home.stride(),
-    )
 
 
 class GatherSource:

@@ -1,12 +1,6 @@
 """The form of a parameter: as what compute sees it, and how its parts make a whole.
 
-Optimizers, reductions and the layout see plain tensors only. A plain parameter has the
-form ``PLAIN``, which changes nothing. Another form::
-
-    sharded leaf   plain nn.Parameter, this rank's rows of this rank's part
-    full           plain memory of the part, gathered over the data ranks
-    full leaf      over the view of ``full``, in the class that the module sees
-    gradient       of that class -> plain
+Optimizers, reductions and the layout see plain tensors only.
 """
 
 from __future__ import annotations
@@ -49,17 +43,11 @@ class ParamForm:
         return local
 
     def gradient(self, gradient: Tensor) -> Tensor:
-        """Return the plain gradient of this rank's part.
-
-        Collective: over the groups on which ``gradient`` is a partial sum.
-        """
+        """Return the plain gradient of this rank's part, summed where it is partial."""
         return gradient
 
     def whole(self, local: Tensor) -> Tensor:
-        """Return the global value, of which ``local`` is this rank's part.
-
-        Collective: an all-gather over each group of ``cut_over``.
-        """
+        """Return the global value of ``local``; an all-gather per ``cut_over``."""
         return local
 
     def part(self, whole: Tensor) -> Tensor:
@@ -98,7 +86,6 @@ class Forms(dict[int, ParamForm]):
 
 
 NO_FORMS = Forms()
-"""The forms of a unit of plain parameters. Never changed."""
 
 
 def mesh_groups(forms: Iterable[ParamForm]) -> list[dist.ProcessGroup]:

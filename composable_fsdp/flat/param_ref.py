@@ -1,12 +1,4 @@
-"""``ParamRef``: a sharded parameter and its unit; paths; and replaced parameters.
-
-The names in a plan begin at a module of the unit: in a unit of several modules, two of
-its parameters may have the same name there. A path begins at the root.
-
-A parameter that a module shows in place of a sharded one is the sharded one from the
-next use on. An optimizer that was made before would step on unused parameters without
-an error; ``optim`` asks ``successor`` about these objects.
-"""
+"""``ParamRef``: a sharded parameter and its unit; paths; and replaced parameters."""
 
 from __future__ import annotations
 
@@ -51,11 +43,6 @@ def slot_path(handle: FlatParamHandle, slot: ParameterSlot) -> str:
     return slot_paths(handle, slot)[0]
 
 
-def param_path(handle: FlatParamHandle, index: int) -> str:
-    """Return the path of the parameter that ``find_leaf`` gives the ``index``."""
-    return param_ref(handle, index).name
-
-
 @dataclass(frozen=True, slots=True)
 class ParamRef:
     """The place of a sharded parameter; valid until the unit is laid out anew."""
@@ -63,7 +50,6 @@ class ParamRef:
     handle: FlatParamHandle
     region: FlatParameter
     index: int
-    """Index among the parameters of the region."""
 
     @property
     def slot(self) -> ParameterSlot:
@@ -142,21 +128,20 @@ def find_param(parameter: object) -> ParamRef | None:
 
 def originals_by_vars() -> dict[int, tuple[FlatParamHandle, int]]:
     """Return every existing sharded parameter, by the identity of the ``__dict__``."""
-    # All parameters of a unit share a weak reference to the handle; visit each handle
-    # once.
-    links = {id(link): link for link in list(LEAVES.values())}
-    handles = [handle for link in links.values() if (handle := link()) is not None]
     return {
         id(vars(leaf)): (handle, index)
-        for handle in handles
+        for handle in dict.fromkeys(link() for link in list(LEAVES.values()))
+        if handle is not None
         for index, leaf in enumerate(handle.leaves)
     }
 
 
+# A parameter that a module shows in place of a sharded one is the sharded one from the
+# next use on. An optimizer that was made before would step on unused parameters without
+# an error; ``optim`` asks ``successor`` about these objects.
 # ``Any``, because torch has no type stubs for this class.
 _replaced: Any = WeakIdKeyDictionary()
-"""By replaced parameter: a weak reference to its unit, and ``ParameterSlot.index``,
-which stays the same when the unit is rebuilt."""
+"""By replaced parameter: a weak reference to its unit, and the index of its slot."""
 _times = 0
 
 
@@ -191,7 +176,5 @@ def successor(parameter: nn.Parameter) -> tuple[FlatParamHandle, nn.Parameter] |
     # The parameter was assigned to its place again; the next forward will adopt it.
     if any(table.get(key) is parameter for table, key, *_ in handle.swaps):
         return None
-    for ref in param_refs(handle):
-        if ref.slot.index == index:
-            return handle, ref.leaf
-    return None
+    leaves = (ref.leaf for ref in param_refs(handle) if ref.slot.index == index)
+    return handle, next(leaves)

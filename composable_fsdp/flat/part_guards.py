@@ -1,13 +1,8 @@
 """Refusing calls of a part of a unit while the unit is sharded.
 
-A part is a module that holds parameters of a unit and has no hooks of that unit. Its
-forward would compute with this rank's rows; if the unit is not cut (NO_SHARD,
-``replicate``), its gradients would not be averaged. Around a container without a
-forward (``nn.ParameterList``), the module that reads it is the part.
-
-While the unit is sharded, each part has a forward pre-hook that refuses the call. So a
-step pays for a table entry per part and for no call, and inside the unit's forward
-torch sees no hook that would keep ``nn.TransformerEncoderLayer`` from its fast path.
+A part holds parameters of a unit and has no hooks of that unit, so its forward would
+compute with this rank's rows. A pre-hook refuses it until the unit's forward, in which
+torch sees no hook that would keep it from a fast path.
 """
 
 from __future__ import annotations
@@ -105,11 +100,7 @@ def _refuse_removal(module: nn.Module) -> None:
 
 
 def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Forward pre-hook of a part, which may hold tensors of ``functional_call``.
-
-    Raises: PhaseError, if a parameter of the part, or of a container without a forward
-    in it, is cut, or is a full one whose gradient would not be averaged.
-    """
+    """Forward pre-hook of a part, which may hold tensors of ``functional_call``."""
     # The unit is found through the parameters and not through a closure, so that a
     # copied or pickled module may keep the hook.
     for path, holder in _read_by(module):

@@ -1,21 +1,6 @@
 """A region of a unit: flat buffers, the leaves that view them, and how it is reduced.
 
-::
-
-    buffer          shape            has memory           viewed by
-    shard           (shard_numel,)   always               sharded leaves (originals)
-    full.buffer     (padded_numel,)  while unsharded      full leaves (for compute)
-    reduce.buffer   (padded_numel,)  during backward      gradients before reduction
-    gradient.shard  (shard_numel,)   until grads cleared  ``.grad`` of sharded leaves
-
-The views of ``shard``, ``full`` and ``reduce`` are created once, at build. The views of
-``gradient`` are created together with ``gradient.shard`` (``flat.gradients``).
-
-A sum over ranks is divided by ``factor``, by default the number of ranks::
-
-    dtype                        before the sum    after the sum
-    float32, bfloat16, float64   -                 factor (NCCL can average by itself)
-    other (float16)              power of two      the rest of factor
+Views of ``shard``, ``full`` and ``reduce`` are created once, at build.
 """
 
 from __future__ import annotations
@@ -32,20 +17,12 @@ from torch import Tensor, nn
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout, ShardCuts
 
-# float16 ends at 65504: dividing only after the sum could overflow, and dividing by the
-# whole factor before the sum would flush small gradients to zero. The other dtypes have
-# the range for the sum.
-_ROOMY = (torch.float32, torch.bfloat16, torch.float64)
-"""Dtypes in which a sum over ranks does not overflow if its terms do not."""
-
 
 class Division(NamedTuple):
     """The divisors of sums over ranks."""
 
     before: float
-    """Divisor of each rank's gradients before the sum."""
     after: float
-    """Divisor of the sum."""
     by_backend: bool
     """Whether the collective itself averages; both divisors are then 1."""
 
@@ -64,81 +41,57 @@ def divisor_of(divisor: float, dtype: torch.dtype) -> Tensor | float:
         return torch.tensor(divisor, dtype=dtype, device="cpu")
 
 
-@dataclass(slots=True, eq=False)
-class ReduceRule:
-    """The settings of a unit's collectives; written by ``access.settings``."""
-
-    factor: float | None = None
-    """Divisor of the sum over ranks. Default: None, the number of ranks."""
-    expert_ranks: int = 1
-    """Ranks whose tokens the unit's experts compute, and so whose losses are in
-    each rank's gradients before any sum. Default: 1, this rank's own."""
-    group: GroupRef | None = None
-    """The group of reduce-scatters. Default: None, the shard group."""
-    all_reduce: bool = True
-    """Whether a reduction includes the all-reduce over the replicate group. If
-    False, the sums of the reduce-scatter wait in ``ReduceBuffer.partial``.
-    Default: True."""
-    fill: bool = False
-    """Whether every trainable parameter takes part in every reduction, with zeros
-    if a rank has no gradient (``features.unused_units``). Default: False."""
-    hook: Callable[..., object] | None = None
-    """Communication hook of the user, which replaces the collectives. Default:
-    None."""
-    hook_state: Any = None
-    """First argument of ``hook``."""
-    keeps_empty: bool = False
-    """Whether leaves without elements on this rank get an empty gradient, as FSDP2
-    gives, and not ``None``, as FSDP1 does. Default: False."""
-    force_sum: bool = False
-    """Whether the collectives may only sum, also if the backend can average.
-    Default: False."""
-    after_sum: Callable[[torch.Tensor], None] | None = None
-    """Called with the sums of a region, before the division after the sum. Default:
-    None."""
-
-
 def split_factor(factor: float) -> tuple[float, float]:
-    """Split ``factor`` into two divisors of similar size whose product is ``factor``.
-
-    The first divisor is a power of two.
+    """Split ``factor`` into a power of two and the rest, of similar size.
 
     >>> split_factor(8), split_factor(6), split_factor(1)
     ((4.0, 2.0), (4.0, 1.5), (1.0, 1.0))
     """
-    # Dividing by a power of two changes only the exponent.
     first = 1.0
     while factor % first == 0 and first * first < factor:
         first *= 2
     return first, factor / first
 
 
+@lru_cache(maxsize=64)  # all units of a model share few results
 def division(
-    rule: ReduceRule, dtype: torch.dtype, *, ranks: int, can_average: bool
-) -> Division:
-    """Return the divisors before and after sums over ranks."""
-    if rule.hook is not None:
-        return NO_DIVISION  # the hook divides
-    factor = rule.factor
-    # A backend that averages knows of its own ranks alone.
-    if factor is None and rule.expert_ranks > 1:
-        factor = float(ranks * rule.expert_ranks)
-    return _division(factor, dtype, ranks, can_average)
-
-
-@lru_cache(maxsize=64)
-def _division(
     factor: float | None, dtype: torch.dtype, ranks: int, can_average: bool
 ) -> Division:
-    """Compute ``division``; cached, because all units of a model share few results."""
-    # The user's factor, or the number of ranks for an average.
+    """Return the divisors of sums; ``factor`` of None: of an average over ``ranks``."""
     whole = float(ranks) if factor is None else factor
-    if dtype not in _ROOMY:
+    # float16 ends at 65504: dividing only after the sum could overflow, and dividing by
+    # the whole factor before the sum would flush small gradients to zero.
+    if dtype not in (torch.float32, torch.bfloat16, torch.float64):
         return Division(*split_factor(whole), by_backend=False)
     # A backend averages over the number of ranks and cannot use another factor.
     if factor is None and can_average:
         return Division(1.0, 1.0, by_backend=True)
     return Division(1.0, whole, by_backend=False)
+
+
+@dataclass(slots=True, eq=False)
+class ReduceRule:
+    """The settings of a unit's collectives; written by ``access.settings``."""
+
+    factor: float | None = None
+    """Divisor of the sum over ranks; None: the number of ranks."""
+    expert_ranks: int = 1
+    """Ranks whose losses are in gradients of the unit's experts before any sum."""
+    group: GroupRef | None = None
+    """The group of reduce-scatters; None: the shard group."""
+    all_reduce: bool = True
+    """Whether a reduction all-reduces; else sums wait in ``ReduceBuffer.partial``."""
+    fill: bool = False
+    """Whether parameters without a gradient on this rank are reduced with zeros."""
+    hook: Callable[..., object] | None = None
+    """Communication hook of the user, which replaces the collectives and divides."""
+    hook_state: Any = None
+    keeps_empty: bool = False
+    """Whether leaves without elements get an empty gradient, as in FSDP2."""
+    force_sum: bool = False
+    """Whether the collectives may only sum, also if the backend can average."""
+    after_sum: Callable[[torch.Tensor], None] | None = None
+    """Called with the sums of a region, before the division after the sum."""
 
 
 # Readers of an attribute for loops in C, without a Python-level call for each tensor.
@@ -152,8 +105,7 @@ class FullBuffer(NamedTuple):
     buffer: Tensor
     """``(padded_numel,)``: the shards of all ranks, in rank order."""
     own_slice: Tensor | None
-    """This rank's slice ``(shard_numel,)`` of ``buffer``, if the shard must be copied
-    there before the all-gather; ``None`` if the all-gather reads ``shard``."""
+    """This rank's slice of ``buffer``, if the shard must be copied there; else None."""
     is_own: bool
     """Whether ``buffer`` is a buffer of its own. If not, ``buffer`` is ``shard``."""
     leaves: tuple[nn.Parameter, ...]
@@ -169,17 +121,12 @@ class FlatGradient:
     """The reduced gradient of a region (``flat.gradients``)."""
 
     dtype: torch.dtype
-    """Dtype of ``shard`` (``Dtypes.gradient``)."""
     shown: bytes
-    """Per parameter, 1 if its view of ``shard`` was set as ``.grad``, so that a user
-    may hold the view."""
+    """Per parameter, 1 if its view was set as ``.grad``, so that a user may hold it."""
     unshown: bytes
-    """The initial value of ``shown``, zeros."""
     keeps_empty: bool = False
-    """As ``ReduceRule.keeps_empty``."""
     shard: Tensor | None = None
-    """The reduced gradient of this rank's elements; ``None`` before the first
-    reduction, and once the cleared ``.grad`` of all leaves was noticed."""
+    """The reduced gradient of this rank's elements; None if there is none."""
     views: list[Tensor | None] = field(default_factory=list)
     """``.grad`` of each leaf: a view of ``shard``; ``None`` for an absent one."""
 
@@ -191,17 +138,14 @@ class ReduceBuffer:
     buffer: Tensor
     """Unreduced gradients ``(padded_numel,)``."""
     views: tuple[Tensor, ...]
-    """The view of each parameter's gradient in ``buffer``."""
     gaps: tuple[Tensor, ...]
-    """Views of the padding in ``buffer``."""
     arrived: bytearray
     """Per parameter: 1 if a gradient has arrived that was not reduced yet."""
     waiting: list[Tensor | None]
     """Per parameter: autograd's gradient, until the copy into ``buffer``."""
     # ``Any``: the class is in ``flat.handle``.
     progress: Any = None
-    """The ``BackwardProgress`` of a graph task of which each gradient was announced and
-    is a plain tensor; else None."""
+    """That of a graph task whose gradients were all announced, and plain; else None."""
     owner: Callable[[], Any] = no_owner
     """Weak reference to the unit's state, for the hooks of the full leaves."""
     division: Division = NO_DIVISION
@@ -209,8 +153,7 @@ class ReduceBuffer:
     has_tensor_hooks: bool = False
     """Whether a tensor hook of the user must see a gradient of this reduction."""
     partial: Tensor | None = None
-    """``(shard_numel,)`` in the reduce dtype: sums over the shard group that wait for
-    the all-reduce over the replicate group; ``None`` if none wait."""
+    """``(shard_numel,)``: sums that wait for the all-reduce; None if none wait."""
     temporary: Tensor | None = None
     """Output of a reduction that cannot write into the flat gradient."""
 
@@ -218,8 +161,7 @@ class ReduceBuffer:
 class Referable:
     """A base for dataclasses with slots, of which weak references are made."""
 
-    # Before Python 3.11 a dataclass makes no such slot by itself.
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__",)  # which dataclasses make from Python 3.11 on
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -242,9 +184,6 @@ class FlatParameter(Referable):
     """Whether ``shard`` and the flat gradient are in host memory."""
     graded: tuple[nn.Parameter, ...]
     """The leaves, and ``flat`` if set: ``.grad`` may show the flat gradient."""
-    show: Callable[[Any, Tensor | None, bytes], list[nn.Parameter]]
-    """Gives reduced gradients to the leaves (``gradients.show_on_leaves``) or to
-    ``flat`` (``gradients.show_on_flat``)."""
     flat: nn.Parameter | None = None
     """``shard`` as a single parameter (``flat_parameter``), whose ``.grad`` is the
     flat gradient; the leaves have no ``.grad`` then."""
@@ -259,14 +198,9 @@ class FlatParameter(Referable):
         self.holders = tuple([leaf for leaf, place in held if place is not None])
 
     @property
-    def absent(self) -> tuple[int, ...]:
-        """Indices of leaves whose elements are all on other ranks."""
-        return self.cuts.absent
-
-    @property
     def is_exact(self) -> bool:
         """Whether ``full`` holds the values of the shards, neither cast nor encoded."""
-        return not self.layout.wire and self.full.buffer.dtype == self.layout.dtype
+        return self.layout.wire is None and self.full.buffer.dtype == self.layout.dtype
 
     def __repr__(self) -> str:
         layout = self.layout

@@ -1,20 +1,15 @@
 """Where the full parameters of a unit are, and who may read the parameters.
 
-Only the functions of this file write ``handle.residency``. They run in every step, so
-each move checks its state inline.
-
-A full leaf may be read from the wait for the all-gather until the reshard. A graph that
-reads it earlier or later would read freed memory, or memory that an all-gather writes.
-Autograd compares version counters at unpacking, so they express which leaves may be
-read: between, a leaf has the version of the sharded leaf, else one that is never right.
-
-``torch._C._autograd._unsafe_set_version_counter`` is private; used only here, checked
-on torch 2.13 and 2.11.
+Only this file writes ``handle.residency``. A full leaf may be read from the wait for
+the all-gather until the reshard: only then its version is the sharded leaf's, which
+autograd compares. ``torch._C._autograd._unsafe_set_version_counter`` is private; used
+only here, checked on torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
 
 import re
+from itertools import count
 from math import prod
 from operator import attrgetter, eq, is_
 
@@ -45,9 +40,8 @@ version_of = attrgetter("_version")
 """Return the version counter of a tensor without a Python-level function call."""
 
 _FIRST = 1 << 31
-"""Lower bound of unreadable versions, above all versions that writes reach; counters
-have 32 bits."""
-_given = 0
+UNREADABLE = count(_FIRST)
+"""Versions that mean "must not be read", above all that writes reach; of 32 bits."""
 
 
 def move(handle: FlatParamHandle, then: Residency) -> None:
@@ -73,22 +67,23 @@ def allocate_full(handle: FlatParamHandle) -> None:
 
 
 def use_full(handle: FlatParamHandle) -> None:
-    """Register the full leaves in the modules. The data of the leaves must be there.
-
-    Raises: CompositionError, as ``refuse_foreign``.
-    """
+    """Register the full leaves, whose data must be there, in the modules."""
     if UNSHARDED not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, UNSHARDED)
     swaps = handle.form.swaps
-    # Plain loops, which take half the time of ``map`` and its like.
+    # A plain loop, which takes half the time of ``map`` and its like.
     try:
-        for table, key, sharded, _ in swaps:
+        for table, key, sharded, full in swaps:
             if table[key] is not sharded:
                 refuse_foreign(handle)  # an earlier use may have left a full leaf
-    except KeyError:
-        refuse_foreign(handle)
-    for table, key, _, full in swaps:
-        table[key] = full
+            table[key] = full
+    except (KeyError, CompositionError) as error:
+        for table, key, sharded, full in swaps:
+            if table.get(key) is full:
+                table[key] = sharded
+        if isinstance(error, KeyError):
+            refuse_foreign(handle)
+        raise
     # Parts may be called, until ``use_sharded``. A user may have cleared their hooks.
     for hooks in handle.guards:
         if REFUSE in hooks:
@@ -166,14 +161,6 @@ def defer_free(handle: FlatParamHandle) -> None:
     make_unreadable(handle)
 
 
-def unreadable_versions(number: int) -> tuple[int, ...]:
-    """Return versions for ``number`` leaves that mean "must not be read"."""
-    global _given
-    first = _FIRST + _given % (_FIRST >> 1)
-    _given += number
-    return tuple(range(first, first + number))
-
-
 def make_readable(handle: FlatParamHandle) -> None:
     """Allow autograd to read the full leaves, whose data must be there."""
     # The version of a readable full leaf is the version of its sharded leaf: an
@@ -200,10 +187,7 @@ def make_unreadable(handle: FlatParamHandle) -> None:
 
 
 def find_changed(text: str) -> tuple[list[str], bool]:
-    """Return the parameters that autograd may have refused to read, from its error.
-
-    And whether they are sharded, or else written to since a forward.
-    """
+    """Return the parameters that autograd may have refused to read; whether sharded."""
     found = _CHANGED.search(text)
     if found is None:
         return [], False
@@ -255,10 +239,7 @@ def foreign_place(handle: FlatParamHandle) -> int | None:
 
 
 def refuse_foreign(handle: FlatParamHandle) -> None:
-    """Refuse tensors of ``torch.func.functional_call`` in the place of parameters.
-
-    Raises: CompositionError.
-    """
+    """Refuse tensors of ``torch.func.functional_call`` in the place of parameters."""
     # Torch puts back what was there before, of a full unit the full leaves, when
     # nothing of this package runs: the unit could not be resharded.
     at = foreign_place(handle)

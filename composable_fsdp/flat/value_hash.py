@@ -1,9 +1,6 @@
 """Hashes of values, so that ranks can compare parameters without sending them.
 
-The bytes are int64 words. ``sum(mix(word) * weight)`` of each row of ``_ROW`` words
-gives a word, and again, until one is left. ``mix`` brings the high half of a word into
-the low: the signs of two elements would cancel out otherwise. ``torch.hash_tensor`` is
-an exclusive-or, the same for zeros and for ones.
+``torch.hash_tensor`` is an exclusive-or, the same for zeros and for ones.
 """
 
 from __future__ import annotations

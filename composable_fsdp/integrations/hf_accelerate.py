@@ -1,7 +1,6 @@
 """An ``Accelerator`` that shards the model, and the parts that the Trainer shares.
 
-accelerate has no registry of strategies, so ``ShardedAccelerator`` overrides the public
-methods that would see this rank's shards alone. Checked with accelerate 1.15.
+Checked with accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from composable_fsdp.storage.save import SaveOptions, save
 from composable_fsdp.tree.traversal import _get_unit_state
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-"""The mixed precision of ``bf16=True``: as autocast under DDP, gradients are averaged
-in float32."""
+"""The mixed precision of ``bf16=True``, which averages gradients in float32."""
 _ENGINES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")
 """The types of accelerate that leave the model to DDP, and so to this package."""
 SHARDED_STATE = "sharded_state"
@@ -38,8 +36,7 @@ SHARDED_STATE = "sharded_state"
 class ShardedAccelerator(Accelerator):
     """An ``Accelerator`` whose ``prepare`` shards models in place.
 
-    A model that is sharded already keeps the sharding. Everything else is as in
-    ``Accelerator``: loaders, accumulation, trackers, ``gather_for_metrics``.
+    A model that is sharded already keeps the sharding.
 
     Args:
         args: the arguments of ``Accelerator``.

@@ -1,7 +1,6 @@
 """Adapters of PEFT in a sharded model: their values, merging, and the names around.
 
-An adapter is in the unit of the layer that it changes, in a trainable region beside the
-frozen one, so reading adapters gathers no base weights. Checked with peft 0.21.
+Reading adapters gathers no base weights. Checked with peft 0.21.
 """
 
 from __future__ import annotations

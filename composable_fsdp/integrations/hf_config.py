@@ -1,10 +1,4 @@
-"""Reads the FSDP settings that users of accelerate and of the Trainer write.
-
-``fsdp_config`` of ``TrainingArguments``, ``fsdp_config`` in a file of ``accelerate
-config`` and the fields of ``FullyShardedDataParallelPlugin`` are the same settings
-under almost the same names, with the prefix ``fsdp_`` or without. ``_READERS`` has
-every name.
-"""
+"""Reads the FSDP settings that users of accelerate and of the Trainer write."""
 
 from __future__ import annotations
 

@@ -1,12 +1,7 @@
 """``save_pretrained`` and ``from_pretrained`` for sharded models, part by part.
 
-The files are those of the plain model. The first rank gathers and writes a unit at a
-time; to load, each rank maps the files and copies the elements that it holds.
-
-Names and forms of weights in files differ from the model's: transformers has a table of
-conversions per model, which is applied to a part of the weights at a time. A file of
-Mixtral has two matrices per expert, the model one tensor for all. Checked with
-transformers 5.23, which introduced the table.
+Files may have other names and forms of weights than the model; the table of conversions
+of transformers is applied to a part at a time. Checked with transformers 5.23.
 """
 
 from __future__ import annotations
@@ -108,10 +103,7 @@ def write_weights(
     writes: bool,
     max_bytes: int = _MAX_SHARD,
 ) -> None:
-    """Write a directory: ``others()`` writes all but the weights of the model.
-
-    Raises: the first error of any rank, on all ranks.
-    """
+    """Write a directory: ``others()`` writes all but the weights; all ranks raise."""
     team = team_of(model, "save_pretrained")
     folder = Path(directory)
     own = FirstError()
@@ -203,11 +195,9 @@ def load_pretrained(
 ) -> None:
     """Load files of transformers' ``save_pretrained`` into a sharded model.
 
-    The model may be on the meta device: parameters get memory for this rank's part
-    only. Each rank maps the files and reads the elements that the rank holds. Tied
-    weights and buffers that are in no file (frequencies of rotary embeddings) get their
-    values as in ``from_pretrained``. Tensors that transformers converts, such as
-    experts, are read by every rank as a whole, one at a time.
+    The model may be on the meta device. Each rank reads the elements that it holds;
+    tensors that transformers converts, such as experts, as a whole, one at a time. Tied
+    weights and buffers that are in no file get values as in ``from_pretrained``.
 
     Args:
         model: a model of transformers that ``fully_shard`` was applied to, or a plain
@@ -281,11 +271,7 @@ def as_model(model: nn.Module, source: Source, names: Iterable[str]) -> Source:
 
 
 class FileSource(Source):
-    """A view of files of transformers with the names and forms of a model.
-
-    A tensor that is only named differently is read by slices. A tensor that is made of
-    others is made as a whole, and kept until another tensor is read.
-    """
+    """A view of files of transformers with the names and forms of a model."""
 
     def __init__(self, model: nn.Module, source: Source, names: set[str]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -1,13 +1,6 @@
 """Optimizer state of flat parameters, as state of their originals, and back.
 
-::
-
-    flat form       params [0, 1]              state 0: exp_avg (shard_numel,), step
-    per original    params [0, 1, 2, 3, 4]     state 0: exp_avg (k, *trailing), step ..
-
-Only ``optim.state`` has the flat form; every state dict is per original. A scalar
-(``step``) belongs to the whole region: each original has a copy, and all copies must be
-equal to go back.
+Only ``optim.state`` has the flat form; every state dict is per original.
 """
 
 from __future__ import annotations
@@ -54,8 +47,7 @@ BY_NAME = (
 """The remedy for state of flat parameters that are laid out otherwise."""
 
 SCALARS = ("step", "mu_product", "eta", "mu")
-"""Names of scalar state in ``torch.optim``. For a 0-d parameter, the shape does not
-distinguish such state from element-wise state."""
+"""Scalar state in ``torch.optim``, which the shape of a 0-d parameter does not tell."""
 
 
 def is_scalar(name: str, value: Any, shape: Sequence[int]) -> bool:
@@ -245,10 +237,7 @@ def _joined(
 
 
 def require_flattenable(parts: list[Part], each: list[Values]) -> None:
-    """Refuse states of the originals that a flat parameter cannot represent.
-
-    In ``each`` an ``Ellipsis`` stands for an element-wise tensor that is not read yet.
-    """
+    """Refuse states of the originals that a flat parameter cannot represent."""
     for name in dict.fromkeys(name for values in each for name in values):
         held = [(p, v[name]) for p, v in zip(parts, each, strict=True) if name in v]
         found = [

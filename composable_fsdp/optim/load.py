@@ -1,7 +1,4 @@
-"""Load optimizer state: cut a plain model's state into this rank's shards.
-
-Also FSDP1's older functions, and the state of a single parameter.
-"""
+"""Load optimizer state: cut a plain model's state into this rank's shards."""
 
 from __future__ import annotations
 
@@ -217,11 +214,7 @@ def _require_fit(
 def _routes_of(
     units: Sequence[_FSDPState], group: dist.ProcessGroup | None
 ) -> tuple[Route, Route]:
-    """Return the groups over which, in turn, all ranks exchange, and those of a send.
-
-    A value goes along the replicate group of shard rank 0, and then from there over
-    each shard group.
-    """
+    """Return the groups over which, in turn, all ranks exchange, and a send's."""
     if group is not None or not units:
         given = () if group is None else (group,)
         return given, given
@@ -242,10 +235,7 @@ def _outline(saved: Any) -> Any:
 
 
 def _shared(value: Any, senders: Route) -> Any:
-    """Return the first rank's value. Collective: a broadcast of an object per group.
-
-    Raises: CheckpointError on all ranks, for what cannot be pickled.
-    """
+    """Return the first rank's value; CheckpointError on all, if it cannot be sent."""
     is_first = all(group.rank() == 0 for group in senders)
     told: Any = None
     if senders and is_first:
@@ -308,9 +298,7 @@ def scatter_full_optim_state_dict(
 ) -> dict[str, Any]:
     """Return a state dict to load, of a full state that only the first rank holds.
 
-    Other ranks may pass None. ``group``: the ranks that take part; default: the ranks
-    of the model.
-
+    ``group``: the ranks that take part; default: the ranks of the model.
     Collective, Raises: as ``optim_state_dict_to_load`` with ``rank0_only``.
     """
     saved, what = full_optim_state_dict, "scatter_full_optim_state_dict"

@@ -1,7 +1,4 @@
-"""The plain model's name of each parameter in an optimizer, and state keyed by names.
-
-Keys may be numbers (as in ``optim.state_dict()``) or names. An ambiguous key raises.
-"""
+"""The plain model's name of each parameter in an optimizer, and state by names."""
 
 from __future__ import annotations
 
@@ -29,10 +26,8 @@ from composable_fsdp.tree.root import meet_over
 from composable_fsdp.tree.state import _FSDPState
 
 Group = dict[str, Any]
-"""An entry of an optimizer's ``param_groups``."""
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
-"""An optimizer, or several optimizers over different parameters of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +35,6 @@ class Named:
     """A parameter of an optimizer: name, and place if a unit holds the parameter."""
 
     fqn: str
-    """Name in the plain model, or the name that the optimizer keeps."""
     parameter: torch.Tensor
     ref: ParamRef | None
 
@@ -188,11 +182,7 @@ def name_parameters(
     param_groups: Iterable[Group],
     given: Mapping[int, str] | None = None,
 ) -> Table:
-    """Name the parameters of each group as ``model`` does; of flat ones the originals.
-
-    Raises: CheckpointError, for a parameter outside ``model`` that has no name in
-    ``given``, or whose name ``model`` uses for another parameter.
-    """
+    """Name the parameters of each group as ``model`` does, flat ones by originals."""
     table = Table(model, own=originals(list(param_groups)))
     names = names_of(model)
     names |= _names_behind(names, table.own)
@@ -413,8 +403,6 @@ def rekey_optim_state_dict(
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
     """Return the state dict keyed by parameter names or by the optimizer's numbers.
-
-    The result has new dicts around the same values.
 
     Args:
         optim_state_dict: the state dict, ``{"state": ..., "param_groups": ...}``.

@@ -1,11 +1,7 @@
 """State values of a parameter as sharded values, and what ranks have to agree on.
 
 An optimizer keeps no state for a parameter without elements on its rank. The first rank
-that holds elements describes the state for those ranks::
-
-    rank 0   bias [0, 2) of 3   exp_avg, step 7   says: exp_avg is float32, step is 7
-    rank 1   bias [2, 3)        exp_avg, step 7   has to have the same names
-    rank 2   no element         nothing           exp_avg (0,), step 7
+that holds elements describes the state for those ranks.
 """
 
 from __future__ import annotations
@@ -65,10 +61,7 @@ def sharded_values(
 
 
 def _shown(named: Named, values: Values) -> Values:
-    """Return state with this rank's parts as ``ShardedValue``. Raises: CheckpointError.
-
-    Of a parameter that this rank holds whole, state may have any shape.
-    """
+    """Return state with this rank's parts as ``ShardedValue``; a whole one as it is."""
     if error := misfit(named, values):
         raise error
     return {
@@ -159,8 +152,7 @@ class _Entry(NamedTuple):
     keys: list[str]
     """The sorted names of its element-wise states."""
     told: Values
-    """The state for ranks without elements, if this rank describes it: a dtype, or of a
-    scalar the value, on the CPU, and whether it was there."""
+    """The dtype or the scalar for ranks without elements; whether it was there."""
 
 
 def require_same_state(
@@ -169,9 +161,7 @@ def require_same_state(
     """Check on all ranks that state can be gathered; complete ``states``.
 
     Collective: one all-gather of objects per shard group; all its ranks must call.
-    Raises, on all ranks of the group: CheckpointError, for state that is not
-    element-wise on some rank, and the error of a rank in ``raise_on_all_ranks``;
-    DesyncError, if ranks have different state names.
+    Raises: CheckpointError, DesyncError, on all ranks of the group.
     """
     # Sent with the entries and raised later, because the other ranks wait.
     problem = next(filter(None, map(misfit, members, states)), None)

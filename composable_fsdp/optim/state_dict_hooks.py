@@ -1,9 +1,4 @@
-"""Hooks on ``optim.state_dict()`` and ``load_state_dict()`` for sharded parameters.
-
-The state dict holds ``ShardedValue`` in the place of this rank's tensors; loading
-accepts ``ShardedValue``, full tensors and this rank's plain tensors. An optimizer gets
-the hooks at its first step, or at an earlier call about it of this package or of DCP.
-"""
+"""Hooks on ``optim.state_dict()`` and ``load_state_dict()`` for sharded parameters."""
 
 from __future__ import annotations
 

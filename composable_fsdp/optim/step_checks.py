@@ -1,8 +1,4 @@
-"""What is checked before a step: whole parameters, their state, and their gradients.
-
-Torch's optimizers of whole matrices or norms are refused by name; the audit of the
-first step tells of others. Parameters that every rank holds whole take any optimizer.
-"""
+"""What is checked before a step: whole parameters, their state, and their gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ from composable_fsdp.flat.param_ref import (
     ParamRef,
     find_param,
     originals_by_vars,
-    param_path,
+    param_ref,
     slot_path,
     successor,
     times_replaced,
@@ -171,7 +167,7 @@ def steps_on_full_params(optim: Optimizer) -> bool:
         p.grad is not None for p, *_ in found
     ):
         return True
-    names = listed(quoted(param_path(handle, i)) for _, handle, i in found)
+    names = listed(quoted(param_ref(handle, i).name) for _, handle, i in found)
     raise CompositionError(
         f"{type(optim).__name__} holds the full parameters of {names}, which "
         "modules showed when it was given them (inside unshard_params, after unshard, "
@@ -275,7 +271,8 @@ def _options(optim: Optimizer, group: dist.ProcessGroup) -> list[list[Any]]:
             if all(isinstance(value, (int, float)) for value in values)
         }
         leaves = filter(None, map(find_leaf, each["params"]))
-        names = [param_path(*leaf) for leaf in leaves if leaf[0].groups.shard is group]
+        own = [leaf for leaf in leaves if leaf[0].groups.shard is group]
+        names = [param_ref(*leaf).name for leaf in own]
         if names:
             rows.setdefault(repr(numbers), [numbers, []])[1].extend(names)
     # By name, because the order of the groups may differ.

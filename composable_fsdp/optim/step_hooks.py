@@ -1,7 +1,6 @@
 """Hooks before and after every optimizer step: check that the step is valid.
 
-An optimizer is checked in full in its first ``_LOOKED_AT`` steps after a module was
-sharded or its parameter lists changed. Later steps pay for three look-ups.
+After the first steps of an optimizer, a step pays for three look-ups.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class _KnownOptimizer:
 
     def __init__(self, at: object, optim: Optimizer) -> None:
         self.at = at
-        """Numbers of ``fully_shard`` calls and of replaced parameters, and identity and
-        length of each group's list."""
+        """Counts of ``fully_shard`` calls and replaced parameters; groups' lists."""
         # Weak, so that a deleted model is free.
         self.handles = tuple([weakref.ref(handle) for handle in handles_of(optim)])
         parameters = parameters_of(optim)
@@ -174,7 +172,7 @@ def _count_writes(met: _KnownOptimizer) -> None:
             # Of a parameter without elements here ``shown`` tells of the other ranks:
             # it is as the last reduction set it, and ``zero_grad`` does not clear it.
             shown, leaves = region.gradient.shown, region.leaves
-            written += [leaves[index] for index in region.absent if shown[index]]
+            written += [leaves[index] for index in region.cuts.absent if shown[index]]
             if met.uncounted:
                 written += [each for each in region.graded if each.grad is not None]
     if written:

@@ -1,13 +1,10 @@
-"""Assigns every parameter of a tree to a unit, in a single walk from left to right.
-
-A parameter belongs to the nearest enclosing unit. A parameter with places in several
-units is refused, or promoted to the lowest unit above all these places.
-"""
+"""Assigns every parameter of a tree to a unit, in a single walk from left to right."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +30,6 @@ from composable_fsdp.planning.checks import (
     refuse_module,
     refuse_overlapping_storage,
     refuse_parameter,
-    share_storage,
 )
 from composable_fsdp.planning.options import PER_MODULE, UnitOptions, override
 
@@ -57,7 +53,6 @@ class PlanRequest(NamedTuple):
     ignored_modules: frozenset[nn.Module] = frozenset()
     """Modules whose own parameters stay unsharded; whole subtrees."""
     ignored_parameters: frozenset[int] = frozenset()
-    """Ids of parameters that stay unsharded."""
     tied_params: TiedParams = "error"
     held: Collection[int] = frozenset()
     """Ids of parameters that units of earlier calls may hold."""
@@ -69,80 +64,87 @@ def make_request(
     options: UnitOptions,
     world_size: int,
     *,
-    ignored_modules: Sequence[nn.Module] = (),
-    ignored_states: Sequence[Any] = (),
+    ignored_modules: Iterable[Any] | None = None,
+    ignored_states: Iterable[Any] | None = None,
     tied_params: TiedParams = "error",
     **others: Any,
 ) -> PlanRequest:
-    """Return a checked request; ``others`` are further fields of ``PlanRequest``.
-
-    Raises: TypeError or PlanError, for an argument that cannot be used.
-    """
-    for module in ignored_modules:
+    """Return a checked request; ``others`` are further fields of ``PlanRequest``."""
+    modules = _as_list(ignored_modules, "ignored_modules")
+    for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(
                 f"ignored_modules expects modules, got {type(module).__name__}; pass "
                 "parameters as ignored_states."
             )
-    for state in ignored_states:
-        if not isinstance(state, (nn.Parameter, nn.Module)):
+    alone: set[int] = set()
+    for each in _as_list(ignored_states, "ignored_states"):
+        if isinstance(each, nn.Parameter):
+            alone.add(id(each))
+        elif isinstance(each, nn.Module):
+            modules.append(each)
+        else:
             raise TypeError(
                 "ignored_states expects parameters or modules, got "
-                f"{type(state).__name__}."
+                f"{type(each).__name__}."
             )
     if tied_params not in ("error", "promote"):
         raise PlanError(
             f"tied_params expects 'error' or 'promote', got {tied_params!r}."
         )
-    alone = [each for each in ignored_states if isinstance(each, nn.Parameter)]
-    tops = [each for each in ignored_states if not isinstance(each, nn.Parameter)]
     return PlanRequest(
         options,
         world_size,
         # No call without need: each unit of a model may have a call of its own.
-        ignored_modules=(
-            walk.subtrees([*ignored_modules, *tops])
-            if ignored_modules or tops
-            else frozenset()
-        ),
-        ignored_parameters=frozenset(map(id, alone)),
+        ignored_modules=walk.subtrees(modules) if modules else frozenset(),
+        ignored_parameters=frozenset(alone),
         tied_params=tied_params,
         **others,
     )
 
 
+def _as_list(given: Iterable[Any] | None, argument: str) -> list[Any]:
+    """Return the value of ``argument``, which may be an iterator, as a list."""
+    # nn.Sequential and torch.Tensor are iterable: a forgotten list is told by type.
+    if isinstance(given, (nn.Module, torch.Tensor)) or not isinstance(
+        given, (Iterable, NoneType)
+    ):
+        raise TypeError(
+            f"{argument} expects a list, got a {type(given).__name__}. Pass [it]."
+        )
+    return [] if given is None else list(given)
+
+
 Chain = tuple[tuple[int, int], ...]
-"""The units from the root down to the nearest.
-
-An entry is (index of the unit, number of characters of the name of its module).
-"""
+"""The units from the root down to the nearest: index, length of the module's name."""
 
 
-class Holder(NamedTuple):
-    """A module that holds parameters, on one path, with the units that enclose it."""
+class Occurrence(NamedTuple):
+    """A place of a parameter on one path: a module that holds it, and the key there."""
 
     chain: Chain
+    """The units that enclose the module."""
     prefix: str
-    """The beginning of its parameters' names: "", or its name and a dot."""
+    """The beginning of the parameter's name: "", or the module's name and a dot."""
     module: nn.Module
+    key: str
 
     @property
     def unit(self) -> int:
         """Index of the nearest enclosing unit."""
         return self.chain[-1][0]
 
-    def prefix_in(self, unit: int) -> str:
-        """Return the beginning of names from the module of ``unit``."""
+    @property
+    def path(self) -> str:
+        """The name from the module that is planned."""
+        return self.prefix + self.key
+
+    def name_in(self, unit: int) -> str:
+        """Return the name from the module of ``unit``."""
         # A unit's module that is reachable along two paths has two names; the chain has
         # the length of the name on this path.
-        for index, length in reversed(self.chain):
-            if index == unit:
-                return self.prefix[length + 1 :] if length else self.prefix
-        raise AssertionError(f"{self.prefix} is not below unit {unit}")
-
-
-Occurrence = tuple[Holder, str]
-"""A place of a parameter: the module, and the key in ``module._parameters``."""
+        length = dict(self.chain)[unit]
+        return self.path[length + 1 :] if length else self.path
 
 
 @dataclass(slots=True)
@@ -153,7 +155,6 @@ class Unit:
     modules: tuple[nn.Module, ...]
     options: UnitOptions
     parent: int = 0
-    """Index of the enclosing unit; 0 for the root itself."""
     parameters: list[tuple[nn.Parameter, list[Occurrence]]] = field(
         default_factory=list
     )
@@ -164,20 +165,14 @@ class Unit:
 
 
 def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Unit]:
-    """Return the units with their parameters, in ``.modules()`` order.
-
-    Raises: PlanError or CompositionError, naming the module, the parameter and the
-    remedy.
-    """
+    """Return the units with their parameters, in ``.modules()`` order."""
     for module in modules:
         _check_root(module, request.api)
         if module in request.ignored_modules:
             warn(_IGNORED_ITSELF.format(type(module).__name__))
     done = _Walk(modules, _units_below(modules, request), request)
     units, found = done.units, done.found
-    # Comparing intervals sorts all parameters; the cheap test on storages comes first.
-    if share_storage([parameter for parameter, _ in found.values()]):
-        refuse_overlapping_storage([(_path(o[0]), p) for p, o in found.values()])
+    refuse_overlapping_storage(found.values())
     # With a single unit, as in a call per block, every parameter belongs to unit 0.
     if len(units) == 1:
         units[0].parameters.extend(found.values())
@@ -185,12 +180,6 @@ def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Uni
     for parameter, places in found.values():
         units[_unit_of(places, units, request)].parameters.append((parameter, places))
     return units
-
-
-def _path(place: Occurrence) -> str:
-    """Return the name of a parameter from the module that is planned."""
-    holder, name = place
-    return holder.prefix + name
 
 
 _IGNORED_ITSELF = (
@@ -243,30 +232,24 @@ def _units_below(
             "Apply fully_shard with the policy to each module, or pass the list "
             "without a policy."
         )
-    root = modules[0]
+    root, options = modules[0], request.options
     # The policy makes no units of these modules nor of modules below.
-    boundaries = frozenset(
-        m for m in walk.modules(root) if m is not root and _is_boundary(m)
-    )
-    root_kwargs = {name: getattr(request.options, name) for name in PER_MODULE}
+    earlier = (m for m in walk.modules(root) if m is not root and _is_boundary(m))
+    left_out = walk.subtrees([*request.ignored_modules, *earlier])
+    root_kwargs = {name: getattr(options, name) for name in PER_MODULE}
     targets = request.policy(
         root,
-        ignored_modules=request.ignored_modules,
+        ignored_modules=left_out,
         ignored_params=request.ignored_parameters,
-        boundaries=boundaries,
         root_kwargs=root_kwargs,
     )
-    mixed = request.options.mixed_precision
-    if mixed is None or not mixed._module_classes_to_ignore:
-        return targets
+    mixed = options.mixed_precision
     # Modules of these classes become units in full precision, whatever the policy says.
-    left_out = walk.subtrees([*request.ignored_modules, *boundaries])
+    classes = () if mixed is None else tuple(mixed._module_classes_to_ignore)
     kept = {
         module: {**root_kwargs, **targets.get(module, {}), "mixed_precision": None}
-        for module in walk.modules(root)
-        if isinstance(module, tuple(mixed._module_classes_to_ignore))
-        and module is not root
-        and module not in left_out
+        for module in (walk.modules(root) if classes else ())
+        if isinstance(module, classes) and module is not root and module not in left_out
     }
     return {**targets, **kept}
 
@@ -322,7 +305,7 @@ class _Walk:
             if isinstance(module, SUSPECT):
                 refuse_module(module, fqn)
             if module._parameters:
-                self._note_parameters(Holder(chain, f"{fqn}." if fqn else "", module))
+                self._note_parameters(chain, f"{fqn}." if fqn else "", module)
         for path, child in walk.below(fqn, module) if module._modules else ():
             incompatible, foreign = other_apis(child)
             if foreign:
@@ -346,33 +329,32 @@ class _Walk:
         self.units.append(Unit(fqn, made, options, parent))
         return index
 
-    def _note_parameters(self, holder: Holder) -> None:
+    def _note_parameters(self, chain: Chain, prefix: str, module: nn.Module) -> None:
         """Add the module's own parameters; refuse those that cannot be sharded."""
         request, found = self.request, self.found
-        for name, parameter in holder.module._parameters.items():
+        for name, parameter in module._parameters.items():
             key = id(parameter)
             if parameter is None or key in request.ignored_parameters:
                 continue
             if key in request.held and (owner := request.owner_of(parameter)):
-                raise _tied_across_calls(holder.prefix + name, owner, holder.module)
+                raise _tied_across_calls(prefix + name, owner, module)
             # Nearly all parameters need no call.
             if (
                 type(parameter) is not nn.Parameter
                 or parameter.dtype not in WIDE
                 or parameter.layout is not torch.strided
             ):
-                refuse_parameter(parameter, holder.prefix + name)
+                refuse_parameter(parameter, prefix + name)
             # Tied parameters are the same object, so the id identifies a parameter.
+            place = Occurrence(chain, prefix, module, name)
             if key in found:
-                found[key][1].append((holder, name))
+                found[key][1].append(place)
             else:
-                found[key] = (parameter, [(holder, name)])
+                found[key] = (parameter, [place])
 
     def _refuse_outside_use(self, fqn: str, module: nn.Module) -> frozenset[nn.Module]:
-        """Return a skipped subtree, unless it uses a parameter that a unit shards.
-
-        Raises: PlanError, because it would compute with this rank's shard.
-        """
+        """Return a skipped subtree; refuse one that uses a parameter of a unit."""
+        # It would compute with this rank's shard.
         request = self.request
         below = walk.subtrees([module])
         # Of these, an earlier call has moved the parameters itself.
@@ -380,7 +362,7 @@ class _Walk:
         for inner in walk.modules(module):
             for name, parameter in inner._parameters.items():
                 known = self.found.get(id(parameter))
-                owner = quoted(_path(known[1][0])) if known else None
+                owner = quoted(known[1][0].path) if known else None
                 if not known and parameter is not None and inner not in units:
                     owner = request.owner_of(parameter)
                 if owner is None:
@@ -407,36 +389,32 @@ def _tied_across_calls(where: str, owner: str, module: nn.Module) -> PlanError:
 
 
 def _unit_of(places: list[Occurrence], units: list[Unit], request: PlanRequest) -> int:
-    """Return the index of the lowest unit above all places of a parameter.
-
-    Raises: PlanError, if the places are in several units and ``tied_params`` is
-    "error".
-    """
+    """Return the index of the lowest unit above all places of a parameter."""
     first, *others = places
     if not others:
-        return first[0].unit
-    nearest = {holder.unit for holder, _ in places}
+        return first.unit
+    nearest = {place.unit for place in places}
     if len(nearest) == 1:
         return nearest.pop()
     if request.tied_params == "promote":
         common = 0
         # The chains start at the root; the last common entry is the lowest common unit.
-        for steps in zip(*(holder.chain for holder, _ in places), strict=False):
+        for steps in zip(*(place.chain for place in places), strict=False):
             if len({index for index, _ in steps}) > 1:
                 break
             common = steps[0][0]
         return common
-    other = next(place for place in others if place[0].unit != first[0].unit)
-    paths = zip(*(_path(place).split(".")[:-1] for place in places), strict=False)
+    other = next(place for place in others if place.unit != first.unit)
+    paths = zip(*(place.path.split(".")[:-1] for place in places), strict=False)
     shared: list[str] = []
     for parts in paths:
         if len(set(parts)) > 1:
             break
         shared.append(parts[0])
     raise PlanError(
-        f"Parameter {quoted(_path(first))} of unit {quoted(units[first[0].unit].fqn)} "
-        f"is the same object as {quoted(_path(other))} of unit "
-        f"{quoted(units[other[0].unit].fqn)}: one unit would gather it and both "
+        f"Parameter {quoted(first.path)} of unit {quoted(units[first.unit].fqn)} "
+        f"is the same object as {quoted(other.path)} of unit "
+        f"{quoted(units[other.unit].fqn)}: one unit would gather it and both "
         f"would use it. Their lowest common ancestor is {quoted('.'.join(shared))}: "
         "shard that module as one unit and leave the two out of the policy, or pass "
         "tied_params='promote' to keep the parameter in the unit that holds both."

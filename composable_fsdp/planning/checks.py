@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +22,7 @@ from composable_fsdp.planning.dtensors import (
 
 
 def refuse_container(module: object) -> None:
-    """Raise if ``module`` has no forward, because hooks on the module would never run.
-
-    Raises: TypeError, if ``module`` is no module; CompositionError, if ``module`` is a
-    container; PlanError, as ``refuse_module``.
-    """
+    """Raise if ``module`` has no forward, because hooks on it would never run."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"Expected a module, got a {type(module).__name__}.")
     refuse_module(module, "")
@@ -82,8 +79,15 @@ def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
     # Nearly all parameters return here. Lazy parameters and DTensors have classes other
     # than nn.Parameter.
     if type(parameter) is nn.Parameter and parameter.layout is torch.strided:
-        if parameter.dtype not in WIDE:
-            _refuse_narrow(parameter, fqn)
+        dtype = parameter.dtype
+        # torch can neither add such gradients nor copy single elements of 4 bits.
+        is_narrow = dtype.is_floating_point and dtype.itemsize == 1
+        if is_narrow and (parameter.requires_grad or "float4" in str(dtype)):
+            raise PlanError(
+                f"Parameter {quoted(fqn)} is of {dtype}; expected a wider dtype, or a "
+                "frozen one of 8 bits. Keep it wider and cast in forward, or pass it "
+                "in ignored_states."
+            )
         return
     if is_lazy(parameter):
         raise PlanError(
@@ -139,41 +143,23 @@ def _has_no_memory(parameter: nn.Parameter) -> bool:
 WIDE = frozenset(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 )
-"""Dtypes that need no further look; ``_refuse_narrow`` looks at all others."""
+"""Dtypes that need no further look."""
 
 
-def _refuse_narrow(parameter: nn.Parameter, fqn: str) -> None:
-    """Raise PlanError for a float of 8 bits or less that torch cannot add or copy."""
-    # Integers and booleans cannot require gradients, and are copied like others.
-    dtype = parameter.dtype
-    if not dtype.is_floating_point or dtype.itemsize > 1:
-        return
-    # Several elements per byte, which torch cannot copy one by one.
-    is_packed = "float4" in str(dtype)
-    if not parameter.requires_grad and not is_packed:
-        return
-    lacks = "copy single elements" if is_packed else "add gradients"
-    raise PlanError(
-        f"Parameter {quoted(fqn)} is of {dtype}, and torch cannot {lacks} in that "
-        "dtype. Freeze it (requires_grad_(False)), which works for 8 bits, keep it "
-        "wider and cast in forward, or pass it in ignored_states."
-    )
-
-
-def share_storage(parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether at least two of these distinct parameters share a storage."""
-    # The test of the class saves a call per plain parameter.
+def refuse_overlapping_storage(
+    found: Collection[tuple[nn.Parameter, Sequence[Any]]],
+) -> None:
+    """Raise PlanError if distinct parameters, each with its places, share memory."""
+    # Comparing intervals sorts all parameters; the cheap test on storages comes first,
+    # and the test of the class saves a call per plain parameter.
     storages = {
         (p if type(p) is nn.Parameter else local_of(p)).untyped_storage()._cdata
-        for p in parameters
+        for p, _ in found
     }
-    return len(storages) < len(parameters)
-
-
-def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise PlanError if distinct parameters share memory."""
+    if len(storages) == len(found):
+        return
     spans: dict[int, list[tuple[int, int, str]]] = {}
-    for fqn, given in named:
+    for given, places in found:
         parameter = local_of(given)
         # An empty parameter occupies no memory.
         if parameter.numel() == 0:
@@ -187,7 +173,8 @@ def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> Non
             for n, stride in zip(parameter.shape, parameter.stride(), strict=True)
         )
         key = parameter.untyped_storage()._cdata
-        spans.setdefault(key, []).append((start, start + (reach + 1) * size, fqn))
+        interval = start, start + (reach + 1) * size, places[0].path
+        spans.setdefault(key, []).append(interval)
     for intervals in spans.values():
         # After sorting by start, an overlap of any two intervals implies an overlap of
         # two neighbours.

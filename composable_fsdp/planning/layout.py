@@ -1,19 +1,8 @@
 """The layout of a unit's parameters in flat buffers, as integers and names only.
 
 A region is a contiguous flat buffer of parameters of a single dtype, all trainable or
-all frozen. ``world_size`` equal shards cut the region, never inside a block, and always
-at a multiple of 16 bytes::
-
-    weight (5, 4), bias (8,) in float32; world_size 4
-    numel 28, padded_numel 32, shard_numel 8
-
-    rank 0 [ 0,  8) | weight rows 0-1                |
-    rank 1 [ 8, 16) | weight rows 2-3                |
-    rank 2 [16, 24) | weight row 4     | bias 0-3    |
-    rank 3 [24, 32) | bias 4-7         | padding 4   |
-
-Every parameter starts at a multiple of its block, and ``shard_numel`` is a multiple of
-every block, so each shard boundary falls between two blocks.
+all frozen. Equal shards cut it, never inside a block, at multiples of 16 bytes
+(docs/development/tour.md has a drawing).
 """
 
 from __future__ import annotations
@@ -30,18 +19,13 @@ from composable_fsdp.comm.wire_format import Matrix, WireFormat, WireLayout
 
 
 class Whole(NamedTuple):
-    """Where a rank's rectangle lies in a parameter that other ranks hold parts of.
-
-    Args:
-        shape: shape of the global parameter, as files and the plain model have it.
-        offset: index of the rectangle's first element, per dim.
-        axes: per dimension of the tensor-parallel mesh its name, its size, and the
-            dim of the parameter that it cuts; None if its ranks hold equal values.
-    """
+    """Where a rank's rectangle lies in a parameter that other ranks hold parts of."""
 
     shape: tuple[int, ...]
+    """The shape of the global parameter, as files and the plain model have it."""
     offset: tuple[int, ...]
     axes: tuple[tuple[str, int, int | None], ...]
+    """Per dim of the TP mesh its name, its size and the dim it cuts, or None."""
 
     def __str__(self) -> str:
         held = [
@@ -76,15 +60,7 @@ class ParameterSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlot:
-    """The interval ``[offset, offset + numel)`` of a parameter in its region.
-
-    Args:
-        fqns, shape, block, whole: as in ``ParameterSpec``.
-        numel: number of elements.
-        offset: first element in the region.
-        index: position in the unit's list of parameters. Names do not identify a
-            parameter, because two modules of a unit may use the same name.
-    """
+    """The interval ``[offset, offset + numel)`` of a parameter in its region."""
 
     fqns: tuple[str, ...]
     shape: tuple[int, ...]
@@ -92,6 +68,7 @@ class ParameterSlot:
     block: int
     offset: int
     index: int
+    """Position in the unit's list of parameters, whose names need not be unique."""
     whole: Whole | None = None
 
     @property
@@ -101,66 +78,43 @@ class ParameterSlot:
 
 
 class Cuts(NamedTuple):
-    """Sizes of consecutive pieces of a buffer, as for ``torch.split``.
-
-    Args:
-        sizes: elements per piece.
-        parameters: of each parameter, the index of its piece and its shape in the
-            buffer; None for the shape of a vector, which the piece has already.
-        gaps: indices of the pieces that are padding.
-    """
+    """Sizes of consecutive pieces of a buffer, as for ``torch.split``."""
 
     sizes: tuple[int, ...]
     parameters: tuple[tuple[int, tuple[int, ...] | None], ...]
+    """Per parameter the index of its piece, and its shape; None for a vector."""
     gaps: tuple[int, ...]
+    """Indices of the pieces that are padding."""
 
 
 class ShardCuts(NamedTuple):
-    """The parts of the parameters in the shard of a rank.
-
-    Args:
-        parts: per parameter, (start, stop, offset): elements ``[start, stop)`` of the
-            parameter lie at ``offset`` of the shard.
-        cuts: sizes of the pieces of the shard, and the shapes of sharded parameters.
-        absent: indices of parameters with elements on other ranks only.
-        places: per parameter, the shape, the strides and the offset of its part; None
-            of an absent one.
-    """
+    """The parts of the parameters in the shard of a rank."""
 
     parts: tuple[tuple[int, int, int], ...]
+    """Per parameter (start, stop, offset): where elements ``[start, stop)`` lie."""
     cuts: Cuts
     absent: tuple[int, ...]
+    """Indices of parameters with elements on other ranks only."""
     places: tuple[tuple[tuple[int, ...], tuple[int, ...], int] | None, ...]
+    """Per parameter, shape, strides and offset of its part; None of an absent one."""
 
 
 @dataclass(frozen=True)
 class RegionLayout:
-    """The layout of a flat buffer of ``padded_numel`` elements.
-
-    ``padded_numel == shard_numel * world_size``; rank *r* owns ``[r * shard_numel, (r +
-    1) * shard_numel)``.
-
-    Args:
-        dtype: dtype of all parameters of the region.
-        trainable: ``requires_grad`` of all parameters of the region.
-        block: least common multiple of the parameters' blocks and the alignment.
-        world_size: number of shards.
-        numel: elements of all parameters.
-        padded_numel: elements of the whole buffer.
-        shard_numel: elements of a shard.
-        parameters: the slots in memory order.
-        wire: the format in which the region is gathered; None: in the compute dtype.
-    """
+    """The layout of a flat buffer of ``padded_numel == shard_numel * world_size``."""
 
     dtype: torch.dtype
     trainable: bool
     block: int
+    """Least common multiple of the parameters' blocks and the alignment."""
     world_size: int
     numel: int
     padded_numel: int
     shard_numel: int
     parameters: tuple[ParameterSlot, ...]
+    """In memory order."""
     wire: WireFormat | None = None
+    """The format in which the region is gathered; None: in the compute dtype."""
 
     @cached_property
     def wire_layout(self) -> WireLayout:
@@ -183,8 +137,7 @@ class RegionLayout:
 
     def interval(self, slot: ParameterSlot, rank: int) -> tuple[int, int]:
         """Return the elements ``(start, stop)`` of the parameter on ``rank``."""
-        # Position of the shard's first element, counted from the parameter's first
-        # element.
+        # The shard's first element, counted from the parameter's first.
         low = rank * self.shard_numel - slot.offset
         # Clamp: the shard may lie entirely before or behind the parameter.
         start = min(max(low, 0), slot.numel)
@@ -206,8 +159,6 @@ class RegionLayout:
     @cached_property
     def cuts(self) -> Cuts:
         """The cuts of the buffer into parameters and padding, for a single split."""
-        # A single split makes all views of the buffer, instead of a slice per
-        # parameter.
         return _cut(
             [(s.offset, s.numel, s.shape) for s in self.parameters], self.padded_numel
         )
@@ -274,8 +225,7 @@ def _cut(held: Sequence[tuple[int, int, tuple[int, ...]]], numel: int) -> Cuts:
     gaps: list[int] = []
     end = 0
     for offset, size, shape in held:
-        # An empty interval may have offset 0 and needs no gap: the test is ``>``, not
-        # ``!=``.
+        # ``>``, not ``!=``: an empty interval may have offset 0 and needs no gap.
         if offset > end:
             gaps.append(len(sizes))
             sizes.append(offset - end)
@@ -290,11 +240,7 @@ def _cut(held: Sequence[tuple[int, int, tuple[int, ...]]], numel: int) -> Cuts:
 
 
 def row_block(shape: Sequence[int]) -> int:
-    """Return the elements per row (index of dim 0) of a parameter; 1 below two dims.
-
-    >>> row_block((5, 4)), row_block((7,)), row_block(())
-    (4, 1, 1)
-    """
+    """Return the elements per row (index of dim 0) of a parameter; 1 below two dims."""
     # At least 1: a trailing dim of size 0 has empty rows.
     return max(prod(shape[1:]), 1) if len(shape) >= 2 else 1
 
@@ -311,10 +257,6 @@ def sharded_shape(
 
     >>> sharded_shape((5, 4), 8, rows=True, world_size=2)
     (2, 4)
-    >>> sharded_shape((), 1, rows=True, world_size=2)
-    (1,)
-    >>> sharded_shape((), 1, rows=True, world_size=1)
-    ()
     """
     if world_size == 1:
         return tuple(shape)

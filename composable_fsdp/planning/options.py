@@ -40,13 +40,7 @@ RETIRING_UNLIMITED = 4
 
 
 class Dtypes(NamedTuple):
-    """The three dtypes of a region.
-
-    Args:
-        compute: dtype of the full parameters in forward and backward.
-        reduce: dtype in which gradients are accumulated and reduced.
-        gradient: dtype of ``.grad``.
-    """
+    """The three dtypes of a region."""
 
     compute: torch.dtype
     reduce: torch.dtype
@@ -57,13 +51,20 @@ CHECKS = get_args(Report)
 """Values of ``check_weights``: what happens if ranks shard different weights."""
 
 
+_KINDS = (
+    ("placement", Placement, "a Placement"),
+    (
+        "wire",
+        WireFormat,
+        "a WireFormat such as Int8Wire() or Float8Wire() of composable_fsdp.features",
+    ),
+    ("arena", Arena, "an Arena such as Arena()"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class UnitOptions:
-    """The options of a unit: how the unit is sharded and when the unit communicates.
-
-    Raises: TypeError, if a value has a wrong type; PlanError, for an unknown
-    ``check_weights``.
-    """
+    """The options of a unit: how the unit is sharded and when the unit communicates."""
 
     strategy: ShardingStrategy = FULL_SHARD
     placement: Placement | None = None
@@ -95,20 +96,22 @@ class UnitOptions:
             if given is not None:
                 own = by_fields(form, given, argument=name)
                 object.__setattr__(self, name, own)
-        flags: tuple[tuple[str, object], ...] = (
-            ("forward_prefetch", self.forward_prefetch),
-            ("limit_all_gathers", self.limit_all_gathers),
-            ("use_orig_params", self.use_orig_params),
-        )
-        for flag, value in flags:
-            if type(value) is not bool:
-                require_bool(value, flag)
-        if self.placement is not None:
-            self._require_placement(self.placement)
-        if self.wire is not None:
-            self._require_wire(self.wire)
-        if self.arena is not None:
-            self._require_arena(self.arena)
+        for flag in ("forward_prefetch", "limit_all_gathers", "use_orig_params"):
+            require_bool(getattr(self, flag), flag)
+        for name, expected, example in _KINDS:
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, expected):
+                raise TypeError(f"{name} expects None or {example}, got {given!r}.")
+        if self.placement is not None and self.strategy is not FULL_SHARD:
+            raise PlanError(
+                f"Pass strategy={self.strategy.name} or {self.placement}, not both: a "
+                "strategy is a placement with a name."
+            )
+        if self.wire is not None and self.wire.needs_rows and not self.keeps_rows:
+            raise PlanError(
+                f"wire={self.wire} scales whole rows, and block={self.block} cuts "
+                "rows. Use block=Block.ROW, or wire=Int8Wire()."
+            )
         if self.check_weights not in CHECKS:
             raise PlanError(
                 f"check_weights expects {', '.join(map(repr, CHECKS[:-1]))} or "
@@ -151,38 +154,6 @@ class UnitOptions:
         """The strategy, or the caller's own placement."""
         return self.placement or self.strategy
 
-    def _require_placement(self, placement: object) -> None:
-        """Raise TypeError or PlanError, if ``placement`` is none for this unit."""
-        if not isinstance(placement, Placement):
-            raise TypeError(
-                f"placement expects None or a Placement, got {placement!r}."
-            )
-        if self.strategy is not FULL_SHARD:
-            raise PlanError(
-                f"Pass strategy={self.strategy.name} or {placement}, not both: a "
-                "strategy is a placement with a name."
-            )
-
-    def _require_wire(self, wire: object) -> None:
-        """Raise TypeError or PlanError, if ``wire`` is no format for this unit."""
-        if not isinstance(wire, WireFormat):
-            raise TypeError(
-                "wire expects None or a WireFormat such as Int8Wire() or Float8Wire() "
-                f"of composable_fsdp.features, got {wire!r}."
-            )
-        if wire.needs_rows and not self.keeps_rows:
-            raise PlanError(
-                f"wire={wire} scales whole rows, and block={self.block} cuts "
-                "rows. Use block=Block.ROW, or wire=Int8Wire()."
-            )
-
-    def _require_arena(self, arena: object) -> None:
-        """Raise TypeError, if ``arena`` is no arena."""
-        if not isinstance(arena, Arena):
-            raise TypeError(
-                f"arena expects None or an Arena such as Arena(), got {arena!r}."
-            )
-
     @property
     def reshard_after_forward(self) -> bool:
         """Whether full parameters are freed between forward and backward."""
@@ -219,10 +190,7 @@ _EXAMPLES: dict[type, str] = {
 
 
 def by_name(kind: type[E], value: object, *, argument: str) -> E:
-    """Return ``value`` as a member of ``kind``; torch's members are matched by name.
-
-    Raises: TypeError, if ``kind`` has no such member.
-    """
+    """Return ``value`` as a member of ``kind``; torch's members are matched by name."""
     if isinstance(value, kind):
         return value
     # Code written for FSDP1 passes torch's enums.
@@ -237,13 +205,7 @@ def by_name(kind: type[E], value: object, *, argument: str) -> E:
 def by_fields(
     kind: type[D], value: object, *, argument: str, home: str = "composable_fsdp"
 ) -> D:
-    """Return ``value`` as a ``kind``; torch's dataclass of the same name is copied.
-
-    Raises: TypeError, if ``value`` is neither.
-
-    >>> by_fields(CPUOffload, CPUOffload(), argument="cpu_offload")
-    CPUOffload(offload_params=False, offload_states=False)
-    """
+    """Return ``value`` as a ``kind``; torch's dataclass of the same name is copied."""
     if isinstance(value, kind):
         return value
     # For the type checker: every caller passes a dataclass.
@@ -265,11 +227,7 @@ def by_fields(
 def override(
     root: UnitOptions, overrides: Mapping[str, Any], *, fqn: str
 ) -> UnitOptions:
-    """Return ``root`` with the options that a policy returned for a module.
-
-    Raises: PlanError, if a name is unknown, or if a value differs from the root's that
-    must be equal in the whole tree.
-    """
+    """Return ``root`` with the options that a policy returned for a module."""
     named = {_ALIASES.get(key, key): value for key, value in overrides.items()}
     unknown = [key for key in named if key not in PER_MODULE]
     if unknown:
@@ -288,28 +246,3 @@ def override(
             )
     # ``replace`` calls the constructor, which checks the new values.
     return replace(root, **named)
-
-
-def in_force(options: UnitOptions) -> dict[str, object]:
-    """Return the options by name, reduced to their effect; None for none."""
-    found = {name: getattr(options, name) for name in PER_MODULE}
-    # Both values have the same effect; and the fields below.
-    del found["use_orig_params"], found["mixed_precision"]
-    # CPUOffload() equals no offload.
-    offload = options.cpu_offload or CPUOffload()
-    found["cpu_offload"] = offload.offload_params, offload.offload_states
-    mixed = options.mixed_precision or MixedPrecision()
-    for field in fields(mixed):
-        # The policy has made units of the classes, which the plans compare as units.
-        if field.name[0] != "_":
-            found[f"mixed_precision.{field.name}"] = getattr(mixed, field.name) or None
-    reduce_dtype = mixed.reduce_dtype or mixed.param_dtype
-    found["mixed_precision.reduce_dtype"] = reduce_dtype
-    # Without a compute dtype no input is cast.
-    if mixed.param_dtype is None:
-        found["mixed_precision.cast_forward_inputs"] = None
-        found["mixed_precision.cast_root_forward_inputs"] = None
-    # Gradients keep the parameter dtype anyway.
-    if reduce_dtype is None:
-        found["mixed_precision.keep_low_precision_grads"] = None
-    return found

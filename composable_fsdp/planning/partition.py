@@ -1,25 +1,8 @@
-"""Makes the layout of a unit: regions, of a cheap partition of block classes.
-
-A parameter whose ``requires_grad`` changes belongs into another region.
-``split_region`` keeps elements on their rank; a dot is padding, never more::
-
-    a (6), b (4), c (6) on two ranks    [ a a a a a a b b | b b c c c c c c ]
-    a frozen: b and c                   [ . . . . . . b b | b b c c c c c c ]
-              a                         [ a a a a a a | . . . . . . ]
-
-A shard is an interval of each flattened parameter. Checkpoint formats store rectangles,
-into which ``interval_boxes`` cuts an interval::
-
-    shape (4, 5), interval [3, 17)
-    row 0  . . . A A        A  offsets (0, 3)  sizes (1, 2)  start  0
-    row 1  B B B B B        B  offsets (1, 0)  sizes (2, 5)  start  2
-    row 2  B B B B B        C  offsets (3, 0)  sizes (1, 2)  start 12
-    row 3  C C . . .
-"""
+"""Makes the layout of a unit: regions, of a cheap partition of block classes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -45,18 +28,12 @@ SHARD_ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Positions of the members of a buffer, and the size of the shards.
-
-    Args:
-        offsets: offset of each member in the buffer, in elements, in the given order.
-        shard_numel: elements per shard.
-        block: least common multiple of the blocks and the alignment, in elements.
-        padding: elements of the buffer that belong to no member.
-    """
+    """Positions of the members of a buffer, and the size of the shards, in elements."""
 
     offsets: tuple[int, ...]
     shard_numel: int
     block: int
+    """Least common multiple of the blocks and the alignment."""
     padding: int
 
 
@@ -88,7 +65,6 @@ def pack(members: Members, itemsize: int, world_size: int, grid: int = 1) -> Pac
     return Packing(tuple(offsets), shard_numel, grid, padding)
 
 
-@lru_cache(maxsize=4096)
 def pack_whole(
     sizes: tuple[int, ...], itemsize: int, world_size: int, grid: int = 1
 ) -> Packing:
@@ -145,20 +121,13 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def plan_regions(
-    specs: Iterable[ParameterSpec], *, world_size: int, launch_bytes: int = LAUNCH_BYTES
-) -> tuple[RegionLayout, ...]:
-    """Lay out the parameters of a unit over ``world_size`` ranks."""
-    return _plan_regions(tuple(specs), world_size, launch_bytes)
-
-
 @lru_cache(maxsize=4096)
-def _plan_regions(
-    specs: tuple[ParameterSpec, ...], world_size: int, launch_bytes: int
+def plan_regions(
+    specs: tuple[ParameterSpec, ...],
+    world_size: int,
+    launch_bytes: int = LAUNCH_BYTES,
 ) -> tuple[RegionLayout, ...]:
     """Lay out the parameters of a unit; equal arguments return the same layouts."""
-    # All parameters of a flat buffer have the same dtype and the same
-    # ``requires_grad``.
     kinds: dict[tuple[torch.dtype, bool, WireFormat | None], list[int]] = {}
     for index, spec in enumerate(specs):
         kinds.setdefault((spec.dtype, spec.trainable, spec.wire), []).append(index)
@@ -229,106 +198,14 @@ def _uncut(
     return sorted(alone), [i for i in members if i not in alone]
 
 
-def split_region(
-    layout: RegionLayout, trainable: Sequence[bool]
-) -> tuple[RegionLayout, ...]:
-    """Return the parts of a region, trainable and frozen; ``trainable`` is per slot."""
-    # An optimizer holds state for the elements that this rank has of a parameter, and
-    # no collective moves that state. So every element stays on the same rank.
-    parts = []
-    for flag in (True, False):
-        chosen = [
-            slot
-            for slot, wanted in zip(layout.parameters, trainable, strict=True)
-            if wanted is flag
-        ]
-        if len(chosen) == len(layout.parameters):
-            # All flags are equal: nothing moves, only ``trainable`` changes.
-            return (replace(layout, trainable=flag),)
-        parts.append(_compact(layout, chosen, trainable=flag))
-    return tuple(parts)
-
-
-def _compact(
-    layout: RegionLayout, slots: list[ParameterSlot], *, trainable: bool
-) -> RegionLayout:
-    """Return a region of ``slots`` with the shard size of the rank that needs most."""
-    # Elements per 16 bytes: every part starts aligned.
-    unit = max(SHARD_ALIGNMENT // layout.dtype.itemsize, 1)
-    # Shards have equal sizes, so the rank that needs most decides.
-    size = _size(layout, slots, unit)
-    while size > layout.shard_numel:
-        # Parameters that were cast to a narrower dtype are aligned to fewer bytes. In a
-        # larger shard one that covers whole ranks would be cut at other elements.
-        unit //= 2
-        size = _size(layout, slots, unit)
-    return replace(
-        layout,
-        trainable=trainable,
-        numel=sum(slot.numel for slot in slots),
-        padded_numel=size * layout.world_size,
-        shard_numel=size,
-        parameters=tuple(_place(layout, slots, size, unit)),
-    )
-
-
-def _size(layout: RegionLayout, slots: list[ParameterSlot], unit: int) -> int:
-    """Elements of a shard in which every rank finds room for its parts."""
-    needed = 0
-    for rank in range(layout.world_size):
-        total = 0
-        for start, stop in (layout.interval(slot, rank) for slot in slots):
-            # Ranks without elements of the parameter need no space.
-            if stop > start:
-                total = round_up(total, unit) + stop - start
-        needed = max(needed, total)
-    # Blocks of a wire format are cut by no shard boundary; ``layout.shard_numel`` is a
-    # multiple of them, so the new shard is not larger.
-    grid = layout.wire.grid if layout.wire else 1
-    return round_up(needed, lcm(unit, grid))
-
-
-def _place(
-    layout: RegionLayout, slots: list[ParameterSlot], size: int, unit: int
-) -> list[ParameterSlot]:
-    """Return ``slots`` with new offsets, for shards of ``size`` elements."""
-    placed = []
-    end = 0
-    for slot in slots:
-        offset = end
-        # An empty parameter needs no position of its own.
-        if slot.numel:
-            # The first rank that holds the parameter, and the number of elements on
-            # that rank.
-            first = slot.offset // layout.shard_numel
-            part = min(layout.shard_numel * (first + 1) - slot.offset, slot.numel)
-            if part < slot.numel:
-                # The parameter continues on the next rank. The first part ends with the
-                # shard of rank ``first``, so that the rest begins at the start of the
-                # next shard.
-                offset = (first + 1) * size - part
-            else:
-                # The parameter lies on a single rank: place it behind the previous
-                # part, and not before the start of this rank's shard.
-                offset = max(round_up(end, unit), first * size)
-        placed.append(replace(slot, offset=offset))
-        end = offset + slot.numel
-    return placed
-
-
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle of a tensor whose elements are adjacent in memory.
-
-    Args:
-        offsets: index of the first element, per dim.
-        sizes: number of indices, per dim.
-        start: position of the box's first element in the interval, in elements.
-    """
+    """A rectangle of a tensor whose elements are adjacent in memory."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int
+    """Position of the box's first element in the interval, in elements."""
 
     @property
     def numel(self) -> int:
@@ -342,11 +219,7 @@ class Box:
 
 
 def moved(boxes: Sequence[Box], by: Sequence[int]) -> tuple[Box, ...]:
-    """Return the boxes of a rectangle in the tensor in which it lies at ``by``.
-
-    >>> [box.offsets for box in moved(interval_boxes((2, 4), 0, 8), (6, 0))]
-    [(6, 0)]
-    """
+    """Return the boxes of a rectangle in the tensor in which it lies at ``by``."""
     return tuple(
         replace(box, offsets=tuple(a + b for a, b in zip(box.offsets, by, strict=True)))
         for box in boxes

@@ -1,9 +1,6 @@
 """Plans one application of ``fully_shard``: a module tree becomes ``Target``s.
 
-Planning runs every check before any tensor moves, so a refused model stays unchanged::
-
-    modules --assign_units--> Unit --_plan_unit--> UnitPlan  integers and names, cached
-                                '------_target---> Target    the plan and live objects
+Planning runs every check before any tensor moves, so a refused model stays unchanged.
 """
 
 from __future__ import annotations
@@ -29,30 +26,25 @@ class Target(NamedTuple):
     """The live objects (modules, parameters) behind one ``UnitPlan``."""
 
     plan: UnitPlan
-    modules: tuple[nn.Module, ...]
-    """The modules passed to ``fully_shard`` as this unit; usually a single module."""
-    members: tuple[nn.Module, ...]
-    """``modules``, and the modules below whose nearest enclosing unit is this unit."""
     parameters: tuple[tuple[nn.Parameter, ...], ...]
-    """The parameters, by region and then by slot of the region."""
     places: tuple[Place, ...]
     """Every place of every parameter, in the order of ``parameters``."""
     owners: tuple[nn.Module, ...]
     """Per entry of ``places``, the module that holds the parameter there."""
-    parent: int
+    modules: tuple[nn.Module, ...] = ()
+    """The modules passed to ``fully_shard`` as this unit; usually a single module."""
+    members: tuple[nn.Module, ...] = ()
+    """``modules``, and the modules below whose nearest enclosing unit is this unit."""
+    parent: int = 0
     """Index of the enclosing unit's target; the first target is its own parent."""
-    units_below: tuple[object, ...]
+    units_below: tuple[object, ...] = ()
     """States of units from earlier ``fully_shard`` calls directly below this unit."""
 
 
 def plan_targets(
     modules: Sequence[nn.Module], request: PlanRequest
 ) -> tuple[Target, ...]:
-    """Return a ``Target`` per unit in ``.modules()`` order.
-
-    Raises: PlanError or CompositionError, naming the module, the parameter and the
-    remedy.
-    """
+    """Return a ``Target`` per unit in ``.modules()`` order."""
     units = assign_units(modules, request)
     sizes = request.sizes or partial(group_sizes, world_size=request.world_size)
     has_others = len(units) > 1
@@ -62,8 +54,7 @@ def plan_targets(
 
 
 _Facts = tuple[Any, ...]
-"""What the plan of a parameter follows from: its names, its places as (name from the
-unit, key), and the other arguments of ``UnitOptions.spec``."""
+"""What the plan of a parameter follows from: names, places, arguments of ``spec``."""
 
 
 def _target(
@@ -72,13 +63,15 @@ def _target(
     """Build the ``Target`` of unit ``index``."""
     found: list[tuple[_Facts, tuple[nn.Module, ...]]] = []
     for parameter, occurrences in unit.parameters:
-        (holder, name), *others = occurrences
+        first, *others = occurrences
         # Nearly every parameter has one place.
         if others:
             names, places, owners = _places(occurrences, index)
         else:
-            fqn = (holder.prefix_in(index) if has_others else holder.prefix) + name
-            names, places, owners = (fqn,), ((fqn, name),), (holder.module,)
+            # Not ``path``, which is a call per parameter.
+            plain = first.prefix + first.key
+            fqn = first.name_in(index) if has_others else plain
+            names, places, owners = (fqn,), ((fqn, first.key),), (first.module,)
         is_plain = type(parameter) is nn.Parameter
         facts = (
             names,
@@ -101,11 +94,11 @@ def _target(
     order = [region.indices for region in plan.regions]
     return Target(
         plan,
-        unit.modules,
-        tuple(unit.members),
         tuple([tuple([unit.parameters[i][0] for i in r]) for r in order]),
         all_places,
         tuple([owner for r in order for i in r for owner in found[i][1]]),
+        unit.modules,
+        tuple(unit.members),
         unit.parent,
         tuple(unit.units_below),
     )
@@ -120,10 +113,8 @@ def _plan_unit(
     sizes: Ways,
 ) -> tuple[UnitPlan, tuple[Place, ...]]:
     """Plan a unit; equal arguments, as of equal blocks, return the same objects."""
-    regions = plan_regions(
-        [options.spec(names, *facts) for names, _, *facts in parameters],
-        world_size=sizes.shard_world_size,
-    )
+    specs = tuple([options.spec(names, *facts) for names, _, *facts in parameters])
+    regions = plan_regions(specs, sizes.shard_world_size)
     plan = UnitPlan(fqn, class_name, regions, options, *sizes)
     # Pieces hold values in the compute dtype, and are gathered as they are.
     if plan.piece_ranks and options.wire is not None:
@@ -145,35 +136,26 @@ def lay_out_again(
     unit: UnitPlan, options: UnitOptions, world_size: int
 ) -> tuple[RegionLayout, ...]:
     """Lay out a unit's parameters with other options or ranks."""
-    # ``plan_regions`` orders parameters by the walk of the unit, as ``slots`` does.
+    # In the order of the walk, as ``slots``. The block comes from the shape, because a
+    # slot of a single rank has block 1.
     specs = [
-        # A slot of a single rank has block 1, so the block comes from the shape.
-        options.spec(
-            slot.fqns,
-            slot.shape,
-            region.dtype,
-            region.trainable,
-            slot.whole,
-        )
+        options.spec(slot.fqns, slot.shape, region.dtype, region.trainable, slot.whole)
         for slot, region in unit.slots
     ]
-    return plan_regions(specs, world_size=world_size)
-
-
-_Names = tuple[str, ...]
-_Places = tuple[tuple[str, str], ...]
+    return plan_regions(tuple(specs), world_size)
 
 
 def _places(
     occurrences: list[Occurrence], index: int
-) -> tuple[_Names, _Places, tuple[nn.Module, ...]]:
+) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[nn.Module, ...]]:
     """Return a parameter's names from its unit, its places, and each place's owner."""
     # A module that is reachable along two paths is one place with two names.
     names: dict[str, None] = {}
     places: dict[tuple[int, str], tuple[tuple[str, str], nn.Module]] = {}
-    for holder, name in occurrences:
-        fqn = holder.prefix_in(index) + name
+    for each in occurrences:
+        fqn = each.name_in(index)
         names[fqn] = None
-        places.setdefault((id(holder.module), name), ((fqn, name), holder.module))
-    found, owners = zip(*places.values(), strict=True)
-    return tuple(names), found, owners
+        found = (fqn, each.key), each.module
+        places.setdefault((id(each.module), each.key), found)
+    of_places, owners = zip(*places.values(), strict=True)
+    return tuple(names), of_places, owners

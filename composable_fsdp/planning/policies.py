@@ -1,10 +1,4 @@
-"""Policies: functions of a module tree that return units as ``{module: options}``.
-
-A policy only selects modules; no policy here wraps or changes the tree.
-``evaluate_policy`` accepts an object with ``_run_policy`` (the classes of this file and
-of torch's FSDP1), a function ``(root, ignored, root_kwargs)`` that returns the map, and
-FSDP1's functions ``(module, recurse, nonwrapped_numel) -> bool`` (``choose_units``).
-"""
+"""Policies: functions of a module tree that return units as ``{module: options}``."""
 
 from __future__ import annotations
 
@@ -19,10 +13,8 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
 
 Targets = dict[nn.Module, dict[str, Any]]
-"""The units, and the options of each unit."""
 
 _SHOWN = 8
-"""Largest number of classes that a message lists."""
 
 
 @runtime_checkable
@@ -138,10 +130,8 @@ class CustomPolicy:
 class SizePolicy:
     """Makes units of the smallest subtrees that reach ``min_numel`` elements.
 
-    A module becomes a unit if the parameters below the module that no deeper unit has
-    taken reach ``min_numel`` elements. The decisions equal those of
-    ``size_based_auto_wrap_policy``; the policy makes them in a single pass over the
-    tree.
+    Parameters that a deeper unit has taken do not count. The decisions equal those of
+    ``size_based_auto_wrap_policy``.
 
     Args:
         min_numel: smallest size of a unit, in elements.
@@ -228,10 +218,7 @@ vars(size_based_auto_wrap_policy).update(
 
 
 def is_named(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
-    """Return whether ``module`` is one of ``classes``.
-
-    Raises: PlanError, if it is, and a container without a forward.
-    """
+    """Return whether ``module`` is one of ``classes``; refuse it without a forward."""
     named = isinstance(module, classes)
     if named and walk.is_container(module):
         raise _container(module, "")
@@ -251,11 +238,7 @@ def _container(module: nn.Module, name: str) -> PlanError:
 def _classes_of(
     classes: Iterable[type[nn.Module]], argument: str
 ) -> tuple[type[nn.Module], ...]:
-    """Return the distinct classes in ``classes``.
-
-    Raises: TypeError, naming ``argument``, if ``classes`` is not an iterable of module
-    classes.
-    """
+    """Return the distinct classes in ``classes``; raise TypeError for anything else."""
     # A forgotten set is the usual mistake: ``ModuleWrapPolicy(nn.Linear)``.
     if isinstance(classes, type) or not isinstance(classes, Iterable):
         raise TypeError(
@@ -276,15 +259,10 @@ def evaluate_policy(
     *,
     ignored_modules: Set[nn.Module] = frozenset(),
     ignored_params: Set[int] = frozenset(),
-    boundaries: Set[nn.Module] = frozenset(),
     root_kwargs: Mapping[str, Any],
 ) -> Targets:
-    """Return the units that ``policy`` selects below ``root``, in ``.modules()`` order.
-
-    Raises: PlanError, if a unit is not below ``root`` or has no forward; TypeError, if
-    the policy or its answer has a wrong type.
-    """
-    left_out = walk.subtrees([*ignored_modules, *boundaries])
+    """Return the units that ``policy`` selects below ``root``, in walking order."""
+    left_out = walk.subtrees(ignored_modules)
     answer = _answer(policy, root, left_out, ignored_params, root_kwargs)
     _check_targets(answer, root)
     # In the order of the tree: a policy may build the dict from a set, whose order
@@ -390,18 +368,9 @@ def choose_units(
     left_out: Set[nn.Module] = frozenset(),
     ignored_params: Set[int] = frozenset(),
 ) -> list[nn.Module]:
-    """Return the modules below ``root`` that FSDP1's function form makes units.
-
-    Questions and order are those of FSDP1, which decides and wraps in one recursion::
-
-                           down: recurse=True       up: recurse=False
-        root               asked with 30            (never asked: the caller's)
-          a  (10)          asked with 10            asked with 10      -> unit
-          b  (20)          asked with 20            asked with 20 - 12
-            c  (12)        asked with 12            asked with 12      -> unit
-
-    Raises: TypeError, if the policy returns a dict of options instead of a bool.
-    """
+    """Return the modules below ``root`` that FSDP1's function form makes units."""
+    # Questions and order are those of FSDP1: each module is asked on the way down, with
+    # its elements, and on the way up, with those that no unit below has taken.
     # Parameters of skipped modules count zero, also where a visited module shares them.
     outside = {id(p) for module in left_out for p in walk.own_parameters(module)}
     numels = _subtree_numels(root, outside | ignored_params)

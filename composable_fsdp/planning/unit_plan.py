@@ -17,28 +17,16 @@ class Place(NamedTuple):
     fqn: str
     """The parameter's name at this place, from the unit's module."""
     name: str
-    """The parameter's key in ``module._parameters``."""
     slot_index: int
     """Index of the parameter in the unit, whose names need not be unique."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """A unit: its name, its regions and its options.
-
-    Args:
-        fqn: name of the unit's module, from the module that was planned.
-        class_name: name of the module's class.
-        regions: the flat buffers of the unit.
-        options: the options of the unit.
-        shard_world_size: number of ranks in the shard group.
-        replicas: number of ranks in the replicate group.
-        parameter_ranks: number of ranks over which parameters at rest are divided.
-        between_ranks: the same between forward and backward.
-        gradient_ranks: the same of reduced gradients.
-    """
+    """A unit: its name, its regions, its options, and the ``Ways`` it is divided."""
 
     fqn: str
+    """The name of the unit's module, from the module that was planned."""
     class_name: str
     regions: tuple[RegionLayout, ...]
     options: UnitOptions
@@ -77,11 +65,7 @@ class UnitPlan:
 
     @property
     def piece_ranks(self) -> int:
-        """Number of pieces of the full parameters that are kept; 0 if none are.
-
-        A rank's piece is coarser than its shard: at rest (``has_rest``), or else
-        between forward and backward.
-        """
+        """Number of pieces of the full parameters that are kept; 0 if none are."""
         rest, between = self.parameter_ranks, self.between_ranks
         if 1 < rest < self.shard_world_size:
             return rest
@@ -157,16 +141,12 @@ class UnitPlan:
     @property
     def trainable(self) -> dict[str, int]:
         """Elements of each trainable parameter, by name from the unit's module."""
-        return self._numels(trainable=True)
+        return {s.fqn: s.numel for s, r in self.slots if r.trainable}
 
     @property
     def frozen(self) -> dict[str, int]:
         """Elements of each frozen parameter, by name from the unit's module."""
-        return self._numels(trainable=False)
-
-    def _numels(self, *, trainable: bool) -> dict[str, int]:
-        """Return elements per parameter, in the order of the unit's parameters."""
-        return {s.fqn: s.numel for s, r in self.slots if r.trainable is trainable}
+        return {s.fqn: s.numel for s, r in self.slots if not r.trainable}
 
     @property
     def is_trainable(self) -> bool:

@@ -1,8 +1,4 @@
-"""Walks over a module tree without recursion, so that depth has no limit.
-
-The order is that of ``nn.Module.modules``, which fails at a depth of about a thousand.
-Names are plain: ``below`` alone decides that wrappers add no component.
-"""
+"""Walks over a module tree without recursion, so that depth has no limit."""
 
 from __future__ import annotations
 
@@ -118,10 +114,7 @@ def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def name_of(root: nn.Module, module: nn.Module) -> str:
-    """Return the first plain name of ``module`` below ``root``.
-
-    Raises: KeyError, if ``module`` is not in the tree.
-    """
+    """Return the first plain name of ``module`` below ``root``; KeyError, if none."""
     for name, each in named(root):
         if each is module:
             return name

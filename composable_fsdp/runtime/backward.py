@@ -1,19 +1,14 @@
 """Backward of a unit: where it enters, what it waits for, and where it ends.
 
-Hooks of the graph and of the full parameters call this file, first to last::
-
-    UnitForward.alias        an input that requires grad becomes an alias of this call
-    hook_outputs             at the end of the forward: ``pre_backward`` at the outputs
-    pre_backward             backward enters the unit: unshard
-    arrive                   a gradient waits for the reduction
-    UnitForward.input_done   the last alias of all calls: reshard, then reduce
-
-``graph_task`` ends the units that saw only a part of these, as one without an alias.
+``pre_backward`` at the outputs unshards; ``arrive`` takes a gradient; ``input_done``,
+at the last input's alias, reshards and reduces. ``graph_task`` ends the units that saw
+only a part of these.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -41,6 +36,7 @@ from composable_fsdp.runtime.graph_task import (
     awaits_gradients,
     begin_unit_backward,
     current_task,
+    earlier_forward,
     register_task_end,
     reset_failed_graph_tasks,
     will_run,
@@ -59,6 +55,7 @@ from composable_fsdp.tree.moments import PASSAGES
 from composable_fsdp.tree.state import StepOrder, _FSDPState
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_PRE, _POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Return the sequence number of the next node of this thread."""
 
@@ -73,7 +70,6 @@ class UnitForward:
     passage: Any
     """How values enter and leave this forward (``runtime.forward.Passage``)."""
     has_graph: bool
-    """Whether the forward makes a graph of its own."""
     begin: int
     """Number of uses that were recorded before the forward began."""
     form: FullForm
@@ -83,9 +79,14 @@ class UnitForward:
     # Emptied at the end of the forward: a graph node that is held from the hook of one
     # would be a cycle, which keeps the activations alive.
     aliases: tuple[Any, ...] = ()
-    """Nodes of the aliases of the inputs."""
+    entry: tuple[Any, UnitForward] | None = None
+    """``RuntimeContext.tail``, if an input came from there; emptied alike."""
+    # The inner of two first, as their aliases end: whether a tensor has hooks, which
+    # keep the alias, may differ between ranks, and the order of reductions must not.
+    followers: tuple[UnitForward, ...] = ()
+    """Calls that took the output of this one as it is: their backward is over where
+    that of this call begins."""
     aliased: bool = False
-    """Whether the call had an alias, so that ``input_done`` will run."""
     inputs: tuple[tuple[Tensor, int], ...] = ()
     """Inputs with their versions at the start; emptied alike."""
     index: int = -1
@@ -97,7 +98,7 @@ class UnitForward:
 
     def forget_inputs(self) -> None:
         """Drop the references to the inputs of a forward that has raised."""
-        self.aliases, self.inputs = (), ()
+        self.aliases, self.inputs, self.entry = (), (), None
         if self.given is not None:
             self.given.give_back()
             self.given = None
@@ -108,6 +109,23 @@ class UnitForward:
             if not tensor.is_inference():
                 # Tensors of inference mode have no version counter.
                 self.inputs += ((tensor, tensor._version),)
+            return tensor
+        context = self.state.context
+        assert context is not None
+        tail, streams = context.tail, context.streams
+        # The output of the unit before as it is: the hook there ends this call, too,
+        # behind hooks of the user on the tensor and all its users. Not a call on a
+        # stream of its own, behind which that of the hook need not be (``reshard``).
+        if (
+            tail is not None
+            and tail[0] is tensor.grad_fn
+            and tensor.output_nr == 0
+            and self.order is context.order
+            and not tensor._backward_hooks
+            and (streams.host_waits or streams.current() == streams.compute)
+        ):
+            self.entry = tail
+            self.inputs += ((tensor, tensor._version),)
             return tensor
         # On an alias (``view_as``) of this call alone: a hook on the input's own node
         # would run only after all users of the input.
@@ -121,7 +139,7 @@ class UnitForward:
         return view
 
     def input_done(self, _: object, gradients: tuple[Any, ...]) -> None:
-        """Hook of the node of an aliased input: after the last, reshard and reduce."""
+        """Hook of the node of each input: after the last, reshard and reduce."""
         if self.state.handle.backward.retained:
             _hook_for_next_backward(self, gradients)
         # The engine runs ready nodes by sequence number, highest (youngest) first. The
@@ -143,8 +161,7 @@ class UnitForward:
         reduces = False
         waits = progress.open_calls or (progress.pending and awaits_gradients(handle))
         if not waits:
-            if not progress.retained:
-                reshard_after_backward(state, handle)
+            reshard_after_backward(state, handle)
             # Of a unit that stays full until the graph task ends: if compute is left
             # that may hide the reduction.
             if order.reached or not progress.retained:
@@ -153,8 +170,7 @@ class UnitForward:
         # ``reached`` and not ``self.index``: units inside this unit have run since, so
         # the next unit is the one before the earliest use that backward has reached.
         if (
-            handle.layout.plan.options.backward_prefetch
-            is BackwardPrefetch.BACKWARD_POST
+            handle.layout.plan.options.backward_prefetch is _POST
             and order.reached > 0
             and not state.ahead_in_backward
         ):
@@ -171,41 +187,82 @@ class UnitForward:
 
 def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> bool:
     """Register ``pre_backward`` on the outputs; return if a backward can come."""
-    aliases = call.aliases
-    call.aliased = bool(aliases)
+    aliases, entry = call.aliases, call.entry
+    since = -1 if entry is None else entry[0]._sequence_nr()
     # ``forget_inputs``, inlined: a call per forward.
-    call.aliases, call.inputs = (), ()
-    if len(tensors) == 1 and tensors[0]._base is None:
-        node = tensors[0].grad_fn
-        nodes = [] if node is None else [node]
-    else:
-        nodes = grad_fns_of(tensors, first_number(aliases))
-    if not nodes and torch._C._functorch.peek_interpreter_stack() is not None:
-        inside = PASSAGES["full"].below_transforms(tensors)
-        nodes = grad_fns_of(inside, first_number(aliases))
+    call.aliases, call.inputs, call.entry = (), (), None
+    nodes = _output_nodes(tensors, aliases, since)
     if not nodes:
         return False
-    if len(aliases) == 1:
-        counted: tuple[Any, ...] = ()
-    else:
-        # A hook must not hold the node that the hook is registered on (an alias that is
-        # also an output): the reference cycle would keep the graph alive.
-        others = [a for a in aliases if all(a is not node for node in nodes)]
-        # A single alias is not counted: it runs behind all other nodes of the forward.
-        counted = tuple(others) if len(others) > 1 else ()
-    hook = partial(pre_backward, call, counted)
+    older: list[Any] = []
+    if entry is not None and (nodes[1:] or nodes[0]._sequence_nr() <= since):
+        older = _hook_older(call, nodes, since)
+        nodes = [node for node in nodes if node not in older]
+        tensors = [each for each in tensors if each.grad_fn not in older]
+    enters = None
+    if entry is not None and nodes:
+        enters = entry[0]
+        aliases = (enters, *aliases)
+        entry[1].followers += (call,)
+    call.aliased = bool(aliases)
+    # A single alias is not counted: it runs behind all other nodes of the forward.
+    counted = _counted(aliases, nodes) if aliases[1:] else ()
+    hook = partial(pre_backward, call, counted, enters)
     for node in nodes:
         node.register_prehook(hook)
     for tensor in tensors:
         if tensor._backward_hooks or tensor._base is not None:
             _put_first(hook, tensor)
     if adds:
-        call.index = call.order.add(call.state, call.begin)
+        _add_use(call, [*nodes, *older])
     # Without an alias no ``input_done`` counts this call down, as intended: the
     # gradient may flow to an attribute or a closure until the graph task ends.
     calls, handle = call.order.graphs, call.state.handle
     calls[handle] = calls.get(handle, 0) + 1
     return True
+
+
+def _output_nodes(
+    tensors: list[Tensor], aliases: tuple[Any, ...], since: int
+) -> list[Any]:
+    """Return the nodes at which backward enters the call, each once."""
+    if len(tensors) == 1 and tensors[0]._base is None:
+        node = tensors[0].grad_fn
+        nodes = [] if node is None else [node]
+    else:
+        nodes = grad_fns_of(tensors, max(first_number(aliases), since + 1))
+    if not nodes and torch._C._functorch.peek_interpreter_stack() is not None:
+        inside = PASSAGES["full"].below_transforms(tensors)
+        nodes = grad_fns_of(inside, first_number(aliases))
+    return nodes
+
+
+def _hook_older(call: UnitForward, nodes: list[Any], since: int) -> list[Any]:
+    """Hook the outputs of before the unit; return their nodes."""
+    # They may lead to its input, or are its input: a hook that held the node of the
+    # input would be a cycle.
+    older = [node for node in nodes if node._sequence_nr() <= since]
+    for node in older:
+        node.register_prehook(partial(pre_backward, call, (), None))
+    return older
+
+
+def _counted(aliases: tuple[Any, ...], nodes: list[Any]) -> tuple[Any, ...]:
+    """Return the aliases that pre-backward counts, if several."""
+    # A hook must not hold the node that the hook is registered on (an alias that is
+    # also an output): the reference cycle would keep the graph alive.
+    others = [a for a in aliases if all(a is not node for node in nodes)]
+    return tuple(others) if len(others) > 1 else ()
+
+
+def _add_use(call: UnitForward, nodes: list[Any]) -> None:
+    """Add the call to the order of its forward, and let the next call follow it."""
+    call.index = call.order.add(call.state, call.begin)
+    context = call.state.context
+    assert context is not None
+    # The hook of a unit inside, on the same node, runs first.
+    if context.tail is None or context.tail[0] is not nodes[0]:
+        context.tail = None if nodes[1:] else (nodes[0], call)
 
 
 def grad_fns_of(tensors: Iterable[Tensor], since: int) -> list[Any]:
@@ -241,8 +298,10 @@ def _put_first(hook: Any, tensor: Tensor) -> None:
             each._backward_hooks.update({FSDP_HOOK_KEY: hook, **hooks})
 
 
-def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) -> None:
-    """Unshard the unit and expect gradients, once per call and graph task.
+def pre_backward(
+    call: UnitForward, aliases: tuple[Any, ...], entry: Any, _: object = None
+) -> None:
+    """End the next calls; unshard and expect gradients, once per call and graph task.
 
     Raises: DesyncError, PhaseError. Collective: all-gathers of this and the next unit.
     """
@@ -250,6 +309,9 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     if call.task == task:
         return
     call.task = task
+    for follower in call.followers:
+        if follower.task == task:
+            follower.input_done(None, ())
     # A single alias is not looked up: if the alias does not run, nothing counts down.
     # Of several aliases, count only the aliases that this graph task will run.
     call.waiting = sum(map(will_run, aliases)) if aliases else 1
@@ -263,11 +325,11 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     progress = handle.backward
     # A call with an alias ends by ``input_done``, which then reshards and reduces; a
     # call without an alias ends with the graph task.
-    if call.aliased:
-        progress.expected_calls += 1
-    else:
-        # Read if another unit needs the slot of an arena (``features.arena``).
-        progress.endless = True
+    # Both are read if another unit needs the slot of an arena (``features.arena``).
+    progress.expected_calls += call.aliased
+    progress.endless |= not call.aliased
+    if progress.retained:
+        _await_next_backward(call, entry)
     if order not in progress.orders:
         # First call of this order in this graph task: add the open calls of
         # the whole forward.
@@ -283,19 +345,25 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
         order.reached = call.index
     if state.ahead_in_backward:
         prefetch_listed(context, state, state.ahead_in_backward)
-    elif (
-        order.reached > 0
-        and handle.layout.plan.options.backward_prefetch
-        is BackwardPrefetch.BACKWARD_PRE
-    ):
+    elif order.reached > 0 and handle.layout.plan.options.backward_prefetch is _PRE:
         prefetch_backward(context, order, order.reached)
 
 
-def _hook_for_next_backward(call: UnitForward, gradients: tuple[Any, ...]) -> None:
+def _await_next_backward(call: UnitForward, entry: Any) -> None:
+    """Have node ``entry``, if any, call ``_hook_for_next_backward``."""
+    if entry is not None:
+        # Of an input that ``autograd.grad`` was asked for only tensor hooks run.
+        probe = torch.empty(0, device="cpu")
+        then = partial(_hook_for_next_backward, call)
+        probe._backward_hooks = OrderedDict({FSDP_HOOK_KEY: then})
+        entry._register_hook_dict(probe)
+
+
+def _hook_for_next_backward(call: UnitForward, found: Any) -> None:
     """Register a hook that unshards the unit in a backward of this backward."""
     # It enters the graph, which reads the parameters, at the inputs' gradients.
     hook = partial(pre_next_backward, call)
-    for gradient in gradients:
+    for gradient in found if type(found) is tuple else (found,):
         if gradient is not None and gradient.grad_fn is not None:
             gradient.grad_fn.register_prehook(hook)
 
@@ -315,15 +383,6 @@ def pre_next_backward(call: UnitForward, _: object = None) -> None:
     if handle.residency in NOT_GATHERED:
         unshard(context, handle)
     wait_unsharded(handle)
-
-
-def earlier_forward(what: str) -> PhaseError:
-    """Return the error of a backward that reaches ``what`` by a graph of before."""
-    return PhaseError(
-        f"Backward reached {what} through a forward that ran before the unit's "
-        "parameters were frozen, unfrozen, cast, moved or replaced. Run backward "
-        "before the next forward, or change parameters between steps."
-    )
 
 
 # A function per index serves all units: a hook is then a single object, the bound
@@ -404,10 +463,7 @@ def _reduce_ahead(state: _FSDPState, progress: BackwardProgress) -> None:
 
 
 def _on_unexpected_grad(state: _FSDPState, handle: FlatParamHandle) -> None:
-    """Have the end of the graph task reduce a gradient that no pre-backward announced.
-
-    Raises: PhaseError, if the unit is sharded: operations before may have read garbage.
-    """
+    """Have the end of the graph task reduce a gradient that was not announced."""
     context = state.context
     assert context is not None
     if handle.backward.task in context.dead:
@@ -430,7 +486,7 @@ def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
     """Reshard the unit after backward, or keep the unit full if so configured."""
     context = state.context
     assert context is not None
-    if handle.calls:
+    if handle.calls or handle.backward.retained:
         return
     handle.phase = BACKWARD_POST
     if OPEN:

@@ -1,12 +1,7 @@
 """Forward of a unit: functions that the hooks of the modules call.
 
-Each call has one whole passage, which says how values enter and leave::
-
-    PLAIN    tensors and tuples of tensors
-    QUIET    the same without a graph: the values stay as they are
-    others   of ``features.passages``, to which PLAIN hands a call on that needs more
-
-A recomputed forward (activation checkpointing) runs inside backward, which reshards.
+Each call has one whole passage, which says how values enter and leave; ``PLAIN`` hands
+a call that needs more on to those of ``features.passages``.
 """
 
 from __future__ import annotations
@@ -164,8 +159,7 @@ def pre_forward(
 ) -> Arguments | None:
     """Unshard the unit before its forward; return new arguments if one was replaced.
 
-    Raises: PhaseError, inside ``unshard_params``; DesyncError, if ranks run different
-        units.
+    Raises: PhaseError, in ``unshard_params``; DesyncError, if ranks run other units.
     Collective: the all-gather of the unit, unless unsharded, and of prefetched units.
     """
     context = state.context or ensure_root(state)
@@ -242,10 +236,7 @@ def _begin_call(
 def post_forward(
     state: _FSDPState, module: nn.Module, args: tuple[Any, ...], output: Any
 ) -> Any:
-    """Hook the outputs for backward, and reshard unless backward needs the parameters.
-
-    Also runs if the forward raised (``always_call=True``), with ``output`` None.
-    """
+    """Hook the outputs for backward, and reshard; ``output`` is None after a raise."""
     context, handle = state.context, state.handle
     calls = handle.calls
     recomputing = current_task() != NO_TASK

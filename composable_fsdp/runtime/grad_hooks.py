@@ -1,8 +1,7 @@
 """Hooks and AccumulateGrad nodes of full parameters, and the streams of the nodes.
 
-The engine runs a node, and its hook, on the stream that was current when the node was
-made. A capture on another stream could not wait for that stream, and an event per
-gradient is dear; so a forward on another stream than the last makes the nodes again.
+The engine runs a node on the stream that was current when it was made, which a capture
+on another stream could not wait for. So a forward on another stream makes them again.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from composable_fsdp.flat.handle import (
 from composable_fsdp.flat.param_ref import place_path
 from composable_fsdp.flat.residency import SHARDED, find_changed
 from composable_fsdp.naming import quoted
-from composable_fsdp.phases import BACKWARD_PRE, SUMMON, Phase
+from composable_fsdp.phases import BACKWARD_PRE, IDLE, SUMMON, Phase
 from composable_fsdp.runtime.offload import finish_d2h_grad_copies
 from composable_fsdp.runtime.reduce import (
     drop_reduction,
@@ -52,8 +52,7 @@ from composable_fsdp.tree.state import RuntimeContext, _FSDPState, is_below, roo
 
 # These three of torch are private; used here only, checked on torch 2.13 and 2.11.
 current_task: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the id of the graph task that runs on this thread; ``NO_TASK`` outside
-backward."""
+"""Return the id of this thread's graph task; ``NO_TASK`` outside backward."""
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Return whether the graph task that is running will execute the node."""
 FSDP_HOOK_KEY = -1
@@ -73,10 +72,7 @@ def run_backward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run the engine by ``run``; ``refuse`` inputs that are sharded parameters.
-
-    Raises: PhaseError, naming a parameter that the graph reads while it is sharded.
-    """
+    """Run the engine by ``run``; ``refuse`` inputs that are sharded parameters."""
     global _other_requests
     # ``args``: grad_outputs, retain_graph, create_graph, inputs.
     of_others = len(args) > 3 and bool(args[3])
@@ -99,11 +95,10 @@ def run_backward(
         if changed and sharded:
             raise PhaseError(
                 f"Backward needs parameter {changed[0]} while it is sharded: it came "
-                "to the parameter's unit through a tensor that the unit's forward did "
-                "not return, or after the unit had given its weights up. Return the "
-                "tensor from the forward (an auxiliary loss as a second output), or "
-                "keep it on an attribute of the unit's module from the first forward "
-                "on."
+                "to its unit through a tensor that the unit's forward did not return, "
+                "or after the unit had given its weights up. Return the tensor from "
+                "the forward (an auxiliary loss as a second output), or keep it on an "
+                "attribute of the unit's module from the first forward on."
             ) from error
         if changed:
             raise PhaseError(
@@ -130,6 +125,15 @@ def _full_param_requested(handle: FlatParamHandle, leaf: object) -> PhaseError:
         "has shown since unshard or in a forward: the result would be that of this "
         "rank's batch alone. Call backward() and read .grad, which is averaged over "
         "ranks."
+    )
+
+
+def earlier_forward(what: str) -> PhaseError:
+    """Return the error of a backward that reaches ``what`` by a graph of before."""
+    return PhaseError(
+        f"Backward reached {what} through a forward that ran before the unit's "
+        "parameters were frozen, unfrozen, cast, moved or replaced. Run backward "
+        "before the next forward, or change parameters between steps."
     )
 
 
@@ -279,6 +283,8 @@ def _show_sharded(context: RuntimeContext, task: int) -> None:
     # another graph task has taken up since are therefore skipped.
     for state in context.tasks[task]:
         handle = state.handle
+        for region in handle.layout.trainable:
+            region.reduce.progress = None  # no gradient of a later task is usual
         if handle.backward.task == task and handle.is_full and not handle.calls:
             residency.use_sharded(handle)
     if context.entered is None and context.tasks.keys() <= context.dead:
@@ -317,10 +323,7 @@ def reset_backward(handle: FlatParamHandle) -> None:
 
 
 def finish_task(context: RuntimeContext, task: int) -> None:
-    """Finish a graph task: reduce and reshard the units that no hook has finished.
-
-    Raises: DesyncError, if another rank reduces more units.
-    """
+    """Finish a graph task: reduce and reshard the units that no hook has finished."""
     if context.filling and len(context.tasks) == 1:
         for order in tuple(context.filling):
             order.issue_until(context, -1)
@@ -358,7 +361,7 @@ def _finish_reached_units(
             continue
         # ``reset_backward``, inlined: a call per unit.
         handle.backward = NO_BACKWARD
-        handle.phase = Phase.IDLE
+        handle.phase = IDLE
         if handle.reduction.due:
             handle.reduction.due = has_arrived(handle)
             for region in handle.layout.trainable:
@@ -394,8 +397,10 @@ def _finish_other_units(context: RuntimeContext, *, retained: bool) -> None:
     """Reduce gradients that earlier backwards left, and reshard unreached units."""
     for state in root_of(context)._root_states:
         handle = state.handle
-        held = handle.reduction.held is not None and handle.rule.all_reduce
-        if (handle.reduction.due or held) and state.settings.sync_gradients:
+        reduction = handle.reduction
+        if (
+            reduction.due or (reduction.held is not None and handle.rule.all_reduce)
+        ) and state.settings.sync_gradients:
             # The gradients arrived under ``no_sync``, or wait for the all-reduce over
             # the replicate group, and this backward has not reached the unit.
             reduce_gradients(context, handle)

@@ -1,9 +1,8 @@
 """Detection of values that were on meta and were not filled, or drawn on shards, since.
 
-``to_empty`` gives memory and no values, so tensors on meta have classes that mark new
-memory: NaN, or the smallest integer. What holds only marks at the first forward was
-never written. A shard with memory is a ``WatchedShard`` until the unit adopts it, and
-records random numbers that were drawn into it, as if it were the whole parameter.
+Tensors on meta have classes that mark new memory: NaN, or the smallest integer. A shard
+with memory is a ``WatchedShard`` until the unit adopts it, and records random numbers
+that were drawn into it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import in_model_order
 from composable_fsdp.flat.value_hash import digest_of_start
 from composable_fsdp.naming import join_name, listed, quoted
-from composable_fsdp.runtime.precision import own_buffers
+from composable_fsdp.runtime.recover import own_buffers
 from composable_fsdp.tree.root import unit_paths
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states

@@ -1,8 +1,6 @@
 """Copies of gradients to the host, for units with offloaded shards.
 
-A copy is ordered by the reduce stream only (of hybrid units the all-reduce stream): no
-parameter shows it until the host has waited, once, at the end of backward. Then the
-copied sums become ``.grad``, as those of other units do at once.
+No parameter shows a copy until the host has waited, once, at the end of backward.
 """
 
 from __future__ import annotations
@@ -13,8 +11,7 @@ from operator import is_
 from torch import Tensor, nn
 
 from composable_fsdp.comm.device import copy_async
-from composable_fsdp.flat import memory
-from composable_fsdp.flat.gradients import are_cleared, call_post_hooks, new_shard
+from composable_fsdp.flat import gradients, memory
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.tree.state import RuntimeContext
@@ -37,10 +34,10 @@ def start_d2h_grad_copies(region: FlatParameter, sums: Tensor, arrived: bytes) -
             region.host_copies.append((None, held, False))
             for leaf in region.graded:
                 leaf.grad = None
-    elif region.host_copies or not are_cleared(region.graded):
+    elif region.host_copies or not gradients.are_cleared(region.graded):
         # Beside gradients of the user, to be added on the host.
         size, dtype = sums.numel(), sums.dtype
-        apart = into = new_shard(size, dtype, region.device, offload=True)
+        apart = into = gradients.new_shard(size, dtype, region.device, offload=True)
     # Pinned memory on both sides: a copy to pageable memory would be synchronous.
     copy_async(into, sums)
     region.host_copies.append((apart, arrived, True))
@@ -50,11 +47,11 @@ def _shows_flat_gradient(region: FlatParameter) -> bool:
     """Return whether the flat gradient is ``.grad`` of every leaf, or is to become."""
     if region.host_copies:
         return all(apart is None for apart, *_ in region.host_copies)
-    gradients = [leaf.grad for leaf in region.graded]
+    held = [leaf.grad for leaf in region.graded]
     shown: Sequence[Tensor | None] = region.gradient.views
     if region.flat is not None:
         shown = (region.gradient.shard, *[None] * len(region.leaves))
-    return any(each is not None for each in shown) and all(map(is_, gradients, shown))
+    return any(each is not None for each in shown) and all(map(is_, held, shown))
 
 
 def finish_d2h_grad_copies(context: RuntimeContext) -> None:
@@ -69,10 +66,10 @@ def finish_d2h_grad_copies(context: RuntimeContext) -> None:
         for region in handle.layout.trainable:
             copies, region.host_copies = region.host_copies, []
             for sums, arrived, is_new in copies:
-                leaves = region.show(region, sums, arrived)
+                leaves = gradients.show_on_leaves(region, sums, arrived)
                 hooked += leaves if is_new else ()
     # Of a unit that has reduced twice, once with the total.
-    call_post_hooks(dict.fromkeys(hooked))
+    gradients.call_post_hooks(dict.fromkeys(hooked))
 
 
 def drop_d2h_grad_copies(context: RuntimeContext) -> None:

@@ -1,18 +1,18 @@
 """Begin an iteration, and reset a tree after a forward or backward that raised.
 
-A backward that raises runs no hook of ours: the next entry (a forward, a state dict)
-finds graph tasks that have not ended and resets their units, without waiting for ranks.
+A backward that raises runs no hook of ours: the next entry finds graph tasks that have
+not ended and resets their units, without waiting for ranks.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from itertools import chain
 from types import FrameType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composable_fsdp.comm.operations import end_all_ranges
 from composable_fsdp.errors import PhaseError
@@ -25,14 +25,16 @@ from composable_fsdp.flat.residency import (
     UNSHARDED,
     shards_are_unchanged,
 )
+from composable_fsdp.naming import TRANSPARENT, join_name
+from composable_fsdp.planning.walk import named
 from composable_fsdp.runtime import graph_task, offload, reduce, unshard
 from composable_fsdp.runtime.grad_hooks import make_nodes_on_current_stream
-from composable_fsdp.runtime.precision import cast_buffers
 from composable_fsdp.tree import moments
 from composable_fsdp.tree.changed_settings import changed_flags, changed_settings
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import (
     ALL_RANKS,
+    OWNERS,
     RuntimeContext,
     StepOrder,
     _FSDPState,
@@ -163,18 +165,52 @@ def _begin_first(context: RuntimeContext, root: _RootFSDPState) -> None:
         context.is_checked = True
 
 
+def cast_buffers(state: _FSDPState) -> None:
+    """Cast the unit's floating point buffers to ``buffer_dtype``, in place."""
+    precision = state.precision
+    assert precision is not None
+    dtype, known = precision.buffer_dtype, precision.buffer_dtypes
+    # By id, because a shared buffer is cast under the first of its names.
+    just_cast: dict[int, torch.dtype] = {}
+    for number, fqn, buffer in own_buffers(state):
+        if not buffer.is_floating_point():
+            continue
+        if buffer.dtype != dtype:
+            just_cast[id(buffer)] = buffer.dtype
+            # ``.data``: the buffer object stays the same.
+            buffer.data = buffer.to(dtype)
+        if just_cast and id(buffer) in just_cast:
+            # Two modules of the unit may have buffers of the same name.
+            known[number, fqn] = just_cast[id(buffer)]
+
+
+def own_buffers(state: _FSDPState) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield the unit's module, by number, the name from there, and the buffer."""
+
+    def enter(module: nn.Module) -> bool:
+        owner = OWNERS.get(module)
+        # An activation checkpoint wrapper that was inserted after ``fully_shard`` has
+        # no owner; the wrapped module may belong to this unit.
+        return owner is state or (
+            owner is None and any(name in module._modules for name in TRANSPARENT)
+        )
+
+    for number, root in enumerate(state.modules):
+        for fqn, module in named(root, enter=enter, every_path=True):
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield number, join_name(fqn, name), buffer
+
+
 def end_iteration(context: RuntimeContext) -> None:
     """Record that the forward that began the iteration has ended or raised."""
-    context.entered = context.frame = None
+    context.entered = context.frame = context.tail = None
     for observer in context.observers:
         observer.iteration_ends()
 
 
 def keep_if_current(handle: FlatParamHandle) -> bool:
-    """Return whether a unit that was kept full after backward can be used as is.
-
-    Raises: PhaseError, if the shards were written to since.
-    """
+    """Return whether a full unit is current; PhaseError after a write to shards."""
     shown = handle.residency is UNSHARDED
     # ``shards_are_unchanged`` requires that the modules show the sharded parameters.
     if shown:
@@ -227,7 +263,6 @@ def mode_of(context: RuntimeContext, handle: FlatParamHandle) -> Hashable:
 def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     """Reshard every unit and reset all forwards and backwards that were running.
 
-    ``drop_gradients`` also discards gradients that have arrived and were not reduced.
     Raises: RuntimeError, if a collective of this rank has failed, after the reset.
     """
     failed: RuntimeError | None = None
@@ -269,10 +304,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
 
 
 def require_between_steps(state: _FSDPState, what: str) -> None:
-    """Ensure that the tree of ``state`` is between steps and shows sharded parameters.
-
-    Raises: PhaseError, with ``what`` as the caller's name, inside of anything else.
-    """
+    """Raise PhaseError, unless the tree of ``state`` is between steps and sharded."""
     context = state.context
     if context is None:
         moments.changes.adopt(state, values_required=False)

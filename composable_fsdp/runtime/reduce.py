@@ -1,29 +1,14 @@
 """Reduction of gradients: from the reduce buffers to ``.grad`` of sharded parameters.
 
-A rank has one reduction in flight, and the next finishes it first; of a hybrid unit the
-all-reduce, on a stream and a communicator of its own, may outlast the next one::
-
-    compute    [.. k+1 ..]  [.. k ..]   [wait scattered(k+1)]   [wait summed(k+1)]
-    reduce             [reduce-scatter k+1]  [reduce-scatter k]
-    all-reduce                            [== all-reduce k+1 ==][== all-reduce k ==]
-
-Reduce buffers and full buffers use the same memory by turns, which the gather stream
-allocates and frees, so a backward holds at most three such buffers (B_k, F_k) and the
-gradients that are computed (G_k), without prefetch two::
-
-    compute    [ G_k arrive ]                  [ G_k -> B_k ][ G_k-1 arrive ]
-    reduce     [reduce-scatter B_k+1]                        [reduce-scatter B_k]
-    gather                    [all-gather F_k-1]                               [F_k-2]
-    memory     F_k G_k B_k+1 | F_k G_k F_k-1   | B_k G_k F_k-1 | F_k-1 G_k-1 B_k | ..
-
-The all-gather of F_k-1 takes its memory behind the reduce-scatter that reads B_k+1: a
-backend runs the two one after the other in any case. B_k takes the memory of F_k. The
-copy into it waits for the all-gather of F_k-1, which the compute behind the copy needs
-at once. So the host waits for nothing on CUDA; on CPU it waits for the reduction.
+A rank has one reduction in flight, and the next finishes it first; a hybrid unit's
+all-reduce, on a stream and a communicator of its own, may outlast the next one. Reduce
+and full buffers use the same memory by turns, which the gather stream allocates and
+frees. On CPU the host waits for the reduction, on CUDA for nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
@@ -45,18 +30,12 @@ from composable_fsdp.flat.gradients import (
     leave_reduce,
     ready_gradient,
     reduce_target,
+    show_on_leaves,
     zero_missing,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import divisor_of
+from composable_fsdp.flat.region import TrainableRegion, divisor_of
 from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
-from composable_fsdp.runtime.partial_sums import (
-    add_partial_sums,
-    all_reduce_sums,
-    drop_partial_sums,
-    hold_partial_sums,
-    issue_all_reduce,
-)
 from composable_fsdp.tree import moments
 from composable_fsdp.tree.state import Reduction, RuntimeContext
 
@@ -110,9 +89,6 @@ def copy_grads_to_reduce_buffers(
 
 def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Average the arrived gradients over the ranks and give each parameter its part.
-
-    Reads the reduce buffers ``(padded_numel,)``; ``.grad`` become views of the flat
-    gradient ``(shard_numel,)``, with earlier gradients added.
 
     Raises: DesyncError, if another rank reduces another unit or other parameters.
     Collective: one reduce-scatter per reduce dtype over the shard group, then one
@@ -222,11 +198,8 @@ def finish_reduction(
 ) -> None:
     """Wait for the reductions in flight, free the reduce buffers, and set ``.grad``.
 
-    ``ahead_of``: the unit that sends next. On CUDA the all-reduce of another unit then
-    stays in flight.
-
-    Collective: on CPU one all-reduce per reduce dtype over the sum group (``Groups``),
-        if it is not that of the reduce-scatter; else none.
+    On CUDA an all-reduce stays in flight if another unit, ``ahead_of``, sends next.
+    Collective: on CPU one all-reduce per reduce dtype over the sum group, if any.
     """
     if context.all_reducing is not None:
         _finish_all_reduce(context, context.all_reducing)
@@ -356,8 +329,9 @@ def drop_reduction(context: RuntimeContext) -> None:
 def drop_unreduced_grads(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Discard gradients that have arrived and were not fully reduced."""
     clear_arrived(handle)
-    drop_partial_sums(handle)
+    handle.reduction.held = None
     for region in handle.layout.trainable:
+        region.reduce.partial = None
         region.reduce.waiting[:] = [None] * len(region.reduce.waiting)
     handle.reduction.due = False
     if handle.reduction.has_memory:
@@ -432,11 +406,47 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
             works.append(work)
 
 
+def add_partial_sums(region: TrainableRegion) -> None:
+    """Add sums of earlier reductions that were not yet all-reduced."""
+    if region.reduce.partial is not None:
+        reduce_target(region).add_(region.reduce.partial)
+        region.reduce.partial = None
+
+
+def all_reduce_sums(handle: FlatParamHandle) -> None:
+    """All-reduce the regions over the sum group, after the reduce-scatters."""
+    for regions in handle.layout.reduce_groups:
+        issue_all_reduce(handle, regions, async_op=False)
+
+
+def issue_all_reduce(
+    handle: FlatParamHandle, regions: Sequence[TrainableRegion], *, async_op: bool
+) -> Operation | None:
+    """Issue the all-reduce of regions with the same reduce dtype over the sum group."""
+    ref = handle.groups.sum_ref
+    if ref is None:
+        return None
+    for region in regions:
+        add_partial_sums(region)
+    targets = [reduce_target(region) for region in regions]
+    return collectives.all_reduce(
+        targets,
+        ref.get(),
+        average=regions[0].reduce.division.by_backend,
+        async_op=async_op,
+        operation=Operation(ref, "all_reduce", handle.full_fqn, handle.phase, targets),
+    )
+
+
 def _apply_reduced_gradients(reduction: Reduction) -> None:
     """Divide the sums, add earlier gradients, set ``.grad`` and call user hooks."""
     handle = reduction.handle
     if not reduction.final:
-        hold_partial_sums(reduction)
+        # Until their all-reduce is due.
+        handle.reduction.held = reduction.arrived
+        for region in handle.layout.trainable:
+            add_partial_sums(region)
+            region.reduce.partial, region.reduce.temporary = reduce_target(region), None
         return
     hooked: list[nn.Parameter] = []
     shards = handle.groups.reduced_shards
@@ -461,6 +471,6 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
         if region.offload:
             start_d2h_grad_copies(region, target, arrived)
         else:
-            hooked += region.show(region, reduce.temporary, arrived)
+            hooked += show_on_leaves(region, reduce.temporary, arrived)
     if hooked:
         call_post_hooks(hooked)

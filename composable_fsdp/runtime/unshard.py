@@ -1,27 +1,8 @@
 """Unshard and reshard a unit, and manage the memory of the full buffers.
 
 On CUDA each full buffer has one owner, the gather stream, and one event that frees it,
-``events.free``, recorded at the reshard on the stream of the last reader::
-
-    gather   [wait free(k-2)] [all-gather k]---event k
-    compute  [ ...     k-1    ...          ]  [wait event k] [ ... k ... ]--free(k)
-
-What gives the full parameters up, and what becomes of their memory::
-
-    reshard         the modules show shards; freed (on CUDA later), unless a second
-                    backward keeps it, or a parameter that a user kept
-    keep_full       the modules show shards; stays, filled, for the next forward
-    end_use         ``reshard`` or ``keep_full``, as the unit is set
-    release         as ``reshard``; not kept for a second backward
-    discard_full    as ``reshard``; the next use gathers again in any case
-    drop_unused     ``reshard`` of units that were prefetched in vain
-
-    residency.free_full     the move itself: freed now
-    residency.defer_free    freed later by the gather stream, behind the last reader
-    residency.move          to SHARDED: nothing is freed; may be written over
-    residency.leave_full    left to a collective that failed and may still write
-
-A prefetch reads the next unit from a record that is equal on all ranks.
+``events.free``, recorded at the reshard on the stream of the last reader. A prefetch
+reads the next unit from a record that is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +18,7 @@ from composable_fsdp.comm.device import (
 )
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.operations import Operation
-from composable_fsdp.errors import CompositionError, PhaseError
+from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.gradients import copy_waiting_views
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -59,15 +40,10 @@ from composable_fsdp.tree.state import RuntimeContext, StepOrder, _FSDPState
 def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Issue the all-gather that fills the full buffers; ``wait_unsharded`` comes next.
 
-    Raises: PhaseError, if the unit is unsharded or an all-gather is in flight.
     Collective: one all-gather (regions coalesced) over the shard group.
     """
-    if handle.residency not in NOT_GATHERED:
-        raise PhaseError(
-            f"unshard expects fully sharded module {handle.name} to be sharded; it is "
-            "full already. Ask handle.residency first."
-        )
-    if handle.form.readable is not None and handle.form.needs_fill:
+    form = handle.form
+    if form.readable is not None and form.needs_fill:
         # A unit that was kept for a second backward is still readable, and the
         # all-gather overwrites the memory that saved tensors refer to.
         make_unreadable(handle)
@@ -75,9 +51,9 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         handle.writes.gathered_at = shard_versions(handle)
     # Before the memory is taken: a unit that has to give way releases its slot, on CUDA
     # behind its last reader.
-    if handle.form.arena_slot is not None:
-        handle.form.arena_slot.make_way(context, handle)
-    if not handle.form.needs_fill:
+    if form.arena_slot is not None:
+        form.arena_slot.make_way(context, handle)
+    if not form.needs_fill:
         residency.move(handle, HIDDEN)
     elif context.streams.host_waits:
         # The full buffers take the memory of the reduction (``runtime.reduce``). Not in
@@ -99,15 +75,12 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
 def _gather(
     context: RuntimeContext, handle: FlatParamHandle, *, async_op: bool
 ) -> tuple[Waitable | None, GroupRef | None]:
-    """Copy cast or offloaded shards into their slices of ``full``, then all-gather.
-
-    Returns what to wait for, and the group over which the full buffers were gathered.
-    """
-    full, shards = handle.form.gather_lists
-    work, ref = None, handle.groups.shard_ref
-    source = handle.form.source
+    """Fill ``full`` by an all-gather; return what to wait for, and the group."""
+    form = handle.form
+    full, shards = form.gather_lists
+    work, ref, source = None, handle.groups.shard_ref, form.source
     if source is None:
-        for own_slice, shard in handle.form.fills:
+        for own_slice, shard in form.fills:
             copy_async(own_slice, shard)
     else:
         shards, ref = source.fill(context, handle)
@@ -214,9 +187,10 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         residency.use_sharded(handle)
     if handle.residency in NOT_GATHERED or handle.kept_for_backward:
         return
-    stays = not handle.form.needs_fill
-    if handle.form.handed is not None:
-        stays |= _take_back(context, handle, handle.form.handed)
+    form = handle.form
+    stays = not form.needs_fill
+    if form.handed is not None:
+        stays |= _take_back(context, handle, form.handed)
     if stays:
         residency.move(handle, SHARDED)
         return
@@ -353,10 +327,7 @@ def prefetch_forward(context: RuntimeContext, state: _FSDPState) -> None:
 def prefetch_listed(
     context: RuntimeContext, state: _FSDPState, listed: tuple[_FSDPState, ...]
 ) -> None:
-    """Unshard the units that the user listed for ``state``, in the order of the list.
-
-    Raises: CompositionError, if a listed unit belongs to another tree.
-    """
+    """Unshard the units that the user listed for ``state``, in that order."""
     for target in listed:
         if target.context is not context:
             raise CompositionError(

@@ -1,16 +1,8 @@
 """Pass the arguments of ``torch.distributed.checkpoint`` (DCP) functions to hooks.
 
-DCP gathers only torch's own sharded tensors, and takes other results of
-``module.state_dict()`` and ``optim.state_dict()`` as they are. So wrappers keep the
-arguments of the running call for the hooks::
-
-    get_model_state_dict(model, options)          torch
-      -> _get_model_state_dict(model, info)       keeps the model and info's options
-        -> module.state_dict() -> hook            calls dcp_request()
-
-Names checked on torch 2.13 and 2.11: the functions in ``_waiting``, the attributes
-``full_state_dict`` and ``cpu_offload`` of ``info``, the arguments ``no_dist``,
-``process_group``, ``fqn``, ``checkpoint_md`` and ``local_chunks``.
+Names checked on torch 2.13 and 2.11: the functions in ``_waiting``, ``full_state_dict``
+and ``cpu_offload`` of ``info``, the arguments ``no_dist``, ``process_group``, ``fqn``,
+``checkpoint_md`` and ``local_chunks``.
 """
 
 from __future__ import annotations
@@ -47,18 +39,14 @@ class DcpRequest(NamedTuple):
 
     model: nn.Module
     full: bool
-    """Full tensors instead of sharded values."""
     to_cpu: bool
-    """Copy the tensors to host memory."""
 
 
 # A context variable and not a global: async_save runs DCP in another thread.
 _facts: ContextVar[Mapping[str, Any]] = ContextVar("dcp_facts", default={})  # noqa: B039  # never changed
-"""What is known of the DCP call that runs: ``request``, and ``saving_ranks``, their
-number."""
+"""Of the DCP call that runs: ``request``, and the number ``saving_ranks``."""
 
 Call = Callable[..., Any]
-"""Any function."""
 
 
 def dcp_request() -> DcpRequest | None:

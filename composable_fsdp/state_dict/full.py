@@ -1,7 +1,4 @@
-"""The parameters of a unit as state dicts have them: full, or this rank's parts.
-
-And modules that show such values in place of their sharded parameters.
-"""
+"""The parameters of a unit as state dicts have them: full, or this rank's parts."""
 
 from __future__ import annotations
 
@@ -31,13 +28,9 @@ from composable_fsdp.tree.state import _FSDPState
 def full_values(
     state: _FSDPState, *, first_only: bool = False, to_cpu: bool = False
 ) -> dict[int, Tensor]:
-    """Return new full tensors by slot index: of all, also where a block shows them.
+    """Return new full tensors by slot index; with ``first_only`` zeros on other ranks.
 
-    With ``first_only`` the other ranks get zeros without memory of their own, so that
-    hooks of users run alike on all ranks.
-
-    Collective: as ``gather_unit``; inside ``unshard_params`` none but of parameters
-        that tensor parallelism cuts.
+    Collective: as ``gather_unit``; inside ``unshard_params`` only what TP cuts.
     """
     handle, context = state.handle, state.context
     # Other ranks show sharded parameters and cannot gather inside a block.
@@ -159,7 +152,6 @@ class Shown:
     def __init__(self, places: Iterable[Place]) -> None:
         self.places = [*places]
         self.parameters: dict[int, nn.Parameter] = {}
-        """The parameters that the modules show, by slot index."""
         self._kept: list[tuple[Table, str, nn.Parameter]] = []
         self._buffers: list[tuple[Tensor, Tensor]] = []
 
@@ -223,11 +215,7 @@ _told: weakref.WeakSet[_FSDPState] = weakref.WeakSet()
 
 
 def watch_values(state: _FSDPState, values: Mapping[str, Any]) -> None:
-    """Note the values that ``state_dict()`` returns for a unit, none kept alive.
-
-    The values are copies: an average that is kept by writes into ``state_dict()`` of
-    the averaged model would never move.
-    """
+    """Note the values that ``state_dict()`` returns for a unit, none kept alive."""
     found = _given[state] = []
     for name, value in values.items():
         # Tensors made in inference mode count no versions.

@@ -1,20 +1,8 @@
 """``state_dict`` and ``load_state_dict`` of units and modules inside units (parts).
 
 While a call runs, the modules of a unit show the values that belong into the dict, so
-that hooks of users and overridden methods work on these, as on the plain model::
-
-    model.state_dict()    _begin: gather the unit, show the values in the modules
-      hooks of users, _save_to_state_dict, children (units below gather in turn)
-                          _end: show the sharded parameters, apply the settings
-
-The first module of a unit that is called begins, and the same module ends. torch loads
-module by module, ``module._load_from_state_dict``, and so does this file::
-
-    no code of the user runs     the module shows sharded values over the shards, whose
-                                 ``copy_`` takes this rank's part
-    hooks, overridden methods    the unit shows full parameters (or sharded values), all
-                                 runs as on the plain model, and this rank's part of
-                                 the values written goes into the shards
+that hooks of users and overridden methods work on these. A load into a module where no
+code of the user runs copies this rank's part into the shards at once.
 """
 
 from __future__ import annotations
@@ -37,8 +25,11 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
 from composable_fsdp.naming import quoted, strip_wrapper
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.precision import own_buffers
-from composable_fsdp.runtime.recover import before_shard_write, require_between_steps
+from composable_fsdp.runtime.recover import (
+    before_shard_write,
+    own_buffers,
+    require_between_steps,
+)
 from composable_fsdp.state_dict import dcp_caller
 from composable_fsdp.state_dict.full import (
     Shown,
@@ -118,8 +109,7 @@ def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Show the values of the unit, unless a call further out does.
 
-    Collective: an all-gather over the shard group (with ``rank0_only`` a gather per
-        region); none for sharded values, local shards and inside ``unshard_params``.
+    Collective: an all-gather, or gathers; none for values of this rank alone.
     """
     state = OWNERS.get(module)
     if state is None:  # a deep copy of a part without its unit
@@ -181,22 +171,25 @@ def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) 
     if saving.first_only and not state.handle.groups.is_first:
         for key in below:
             del state_dict[key]
-    elif saving.settings.state_dict_config.offload_to_cpu:
-        for key in below:
-            if isinstance(state_dict[key], Tensor):
-                state_dict[key] = state_dict[key].cpu()
-    if isinstance(saving.settings.state_dict_config, Live):
         return
-    shown = {_storage(value) for value in saving.parameters.values()}
-    given = {key: state_dict[key] for key in below if key in state_dict}
-    watch_values(state, {k: v for k, v in given.items() if _storage(v) in shown})
+    config = saving.settings.state_dict_config
+    given = {k: state_dict[k] for k in below if isinstance(state_dict[k], Tensor)}
+    if config.offload_to_cpu:
+        given = {key: value.cpu() for key, value in given.items()}
+        state_dict.update(given)
+    if not isinstance(config, Live):
+        shown = set(map(_storage, saving.parameters.values()))
+        watch_values(state, {k: v for k, v in given.items() if _storage(v) in shown})
 
 
 def _storage(value: Any) -> int | None:
     """Return the identity of the memory of a plain tensor or of a sharded value."""
     found = local_of(value)
-    is_plain = type(found) in (Tensor, nn.Parameter)
-    return found.untyped_storage()._cdata if is_plain else None
+    # Sparse buffers have no storage.
+    if type(found) not in (Tensor, nn.Parameter) or found.layout is not torch.strided:
+        return None
+    number: int = found.untyped_storage()._cdata
+    return number
 
 
 def _require_one_type(module: nn.Module, kind: StateDictType) -> None:
@@ -257,8 +250,7 @@ def load_from_state_dict(
 ) -> None:
     """Load the module's own entries, as ``nn.Module._load_from_state_dict`` does.
 
-    Collective: if code of the user runs, an all-gather per module with such code over
-        the shard group, for full values; else none, but all ranks must call.
+    Collective: an all-gather per module with code of the user; all ranks must call.
     """
     given = state_dict, prefix, local_metadata, strict
     own: Any = type(self)
@@ -343,10 +335,7 @@ def _is_known(function: Any) -> bool:
 
 
 def _on_whole_values(hook: Any, module: nn.Module, incompatible_keys: Any) -> Any:
-    """Call a load post-hook of the user, which sees full parameters.
-
-    Collective: as ``load_from_state_dict``.
-    """
+    """Call a load post-hook of the user, which sees full parameters."""
     state = OWNERS.get(module)
     if state is None or state.handle.phase is Phase.SUMMON:
         return hook(module, incompatible_keys)
@@ -363,11 +352,7 @@ def _values_shown(
     only: nn.Module | None = None,
     assign: bool = False,
 ) -> Iterator[None]:
-    """Show values as the unit's parameters, or ``only`` a module's; keep writes.
-
-    Sharded values lie over the shards, so that writes reach these at once; those to
-    full values are kept if nothing raises.
-    """
+    """Show values as the unit's parameters, or ``only`` a module's; keep writes."""
     refs, shown = _places(state.handle, only)
     # Tensors made in inference mode count no versions.
     with torch.inference_mode(False):
@@ -446,13 +431,7 @@ def _keep(ref: ParamRef, value: Tensor, *, assign: bool) -> None:
 
 
 def install_wrapper_hooks(wrapper: nn.Module, component: str) -> None:
-    """Install hooks: remove ``component`` on save, insert ``component`` on load.
-
-    ::
-
-        state_dict        a._fsdp_wrapped_module.weight  ->  a.weight
-        load_state_dict   a.weight  ->  a._fsdp_wrapped_module.weight
-    """
+    """Install hooks: remove ``component`` on save, insert ``component`` on load."""
     hooks: Any = wrapper  # torch does not annotate these methods
     hooks._register_state_dict_hook(partial(_strip_keys, component))
     hooks.register_load_state_dict_pre_hook(partial(_add_component, component))

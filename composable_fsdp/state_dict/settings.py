@@ -1,8 +1,4 @@
-"""Set the type of the state dicts that a model returns and loads.
-
-Each unit holds the setting, so the setting also applies to ``state_dict()`` of any
-module that contains the unit.
-"""
+"""Set the type of the state dicts that a model returns and loads."""
 
 from __future__ import annotations
 

@@ -1,12 +1,6 @@
 """SHARDED_STATE_DICT: tensors that know which part of the full value this rank holds.
 
-A ``ShardedValue`` has the shape of the full parameter and memory for this rank's part
-alone. torch.distributed.checkpoint (DCP) asks the value for boxes::
-
-    weight (5, 4) on 2 ranks, shard_numel 12
-
-    rank 0   shape (5, 4), local (3, 4)   box at (0, 0) of size (3, 4)
-    rank 1   shape (5, 4), local (2, 4)   box at (3, 0) of size (2, 4)
+torch.distributed.checkpoint (DCP) asks a ``ShardedValue`` for boxes.
 """
 
 from __future__ import annotations
@@ -67,13 +61,11 @@ class ShardedValue(Tensor):
     """This rank's part of a parameter, or of element-wise optimizer state.
 
     ``shape``, ``size()``, ``dtype`` and ``device`` describe the full value; ``local``
-    holds this rank's elements ``[start, stop)`` of the flattened full value, in the
-    sharded parameter's shape. They are the memory of the shard where DCP or FSDP2's
-    door asks, and a copy under ``state_dict_type``, as in FSDP2 and FSDP1.
+    holds this rank's elements ``[start, stop)`` of the flattened full value: the memory
+    of the shard where DCP or FSDP2's door asks, and a copy under ``state_dict_type``.
 
-    Element-wise operators of equally cut values and numbers work on these elements, as
-    an average of state dicts needs. Operators that need the full value raise
-    ``TypeError``, except in state-dict hooks, where they gather it.
+    Element-wise operators of equally cut values and numbers work on these elements.
+    Operators that need the full value raise ``TypeError``, but gather in hooks.
     """
 
     # Ordinary attributes, because torch's stagers copy each attribute.
@@ -249,6 +241,8 @@ class ShardedValue(Tensor):
 
     def __create_chunk_list__(self) -> list[Any]:
         """Return DCP's chunks to load for the boxes."""
+        # DCP writes to ranks with elements alone, and does not count.
+        _count_write(self)
         return dcp.CheckedChunks(self.boxes)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
@@ -340,7 +334,10 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
                 f"{tuple(each.shape)}."
             )
     result = func(*map(local_of, args), **tree_map(local_of, kwargs))
-    return args[0] if func._schema.is_mutable else value.with_local(result)
+    if not func._schema.is_mutable:
+        return value.with_local(result)
+    _count_write(value)
+    return args[0]
 
 
 def _on_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -374,13 +371,27 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     if part is None:
         raise TypeError(_refusal(func, to if isinstance(to, ShardedValue) else source))
     func(to.local, part, *args, **kwargs)
+    if isinstance(to, ShardedValue):
+        _count_write(to)
     return to
+
+
+def _count_write(value: ShardedValue) -> None:
+    """Tell units that keep full values of a write, also on ranks without elements."""
+    # Operators inside of ``__torch_dispatch__`` do not count.
+    if not value.local.is_inference():
+        torch.autograd.graph.increment_version(value.local)
+
+
+def _detached(func: Op, value: ShardedValue) -> ShardedValue:
+    """Return a value over the same ``local``, which counts versions of the shard."""
+    return value.with_local(value.local)
 
 
 _aten = torch.ops.aten
 # Operators that move a state dict, and operators that torch's stagers call.
 _OPS: dict[Any, Callable[..., Any]] = {
-    _aten.detach: _on_local,
+    _aten.detach: _detached,
     _aten.clone: _on_local,
     _aten._to_copy: _on_local,
     _aten.empty_like: _on_local,

@@ -1,7 +1,4 @@
-"""Chooses a part of a model by names, and compares a checkpoint with it.
-
-Before any value is verified or copied. A checkpoint can be shown under other names.
-"""
+"""Chooses a part of a model by names, and compares a checkpoint with it."""
 
 from __future__ import annotations
 

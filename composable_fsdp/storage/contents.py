@@ -1,8 +1,4 @@
-"""Lists the tensors of a module by the plain model's names: regions, and other tensors.
-
-Wrappers leave no trace in the names: ours, DistributedDataParallel, and the module that
-torch.compile returns.
-"""
+"""Lists the tensors of a module by the plain model's names."""
 
 from __future__ import annotations
 
@@ -121,7 +117,6 @@ class Contents:
     own_states: dict[str, nn.Module]
     mesh_groups: tuple[dist.ProcessGroup, ...] = ()
     wrappers: tuple[HeldWrapper, ...] = ()
-    """Tensors that wrap others, whose inner tensors are in ``tensors``."""
 
     def params(self) -> Iterator[HeldParam]:
         """Yield the parameters of units."""

@@ -186,7 +186,6 @@ def _write(file: BinaryIO, metadata: Any, path: tuple[Any, ...], value: Any) -> 
 
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Default of ``max_shard_bytes``, in bytes: Hugging Face's own limit."""
 
 
 def convert(

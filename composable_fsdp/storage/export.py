@@ -80,7 +80,7 @@ def export_safetensors(
     A tied parameter is stored once, and the metadata lists the other names.
 
     Args:
-        path: the directory or file to make; no existing file is overwritten.
+        path: the directory or file to make, which must not exist.
         source: a module, sharded or plain; or a checkpoint of any format, open or as a
             path.
         max_shard_bytes: the largest size of a file in bytes; a single tensor may be
@@ -118,10 +118,7 @@ def export_module(
     dtype: torch.dtype | None = None,
     rewrite: Rewrite | None = None,
 ) -> bool:
-    """Gather the units of ``module`` in turn, and write them on the first rank.
-
-    Collective: as ``export_safetensors`` for a module.
-    """
+    """Gather the units of ``module`` in turn, and write them on the first rank."""
     states = units_in(module)
     team = team_of(module, "export_safetensors")
     # Ranks of tensor parallelism gather as well, and a single rank of all writes.

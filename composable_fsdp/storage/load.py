@@ -1,11 +1,6 @@
 """Reads a checkpoint of any format into a model, sharded over any ranks.
 
-::
-
-    rank 0      look up the newest checkpoint in a directory
-    all ranks   open, compare names | verify what this rank needs | agree | copy | agree
-
-No tensor of the model changes before all ranks agree.
+No tensor of the model changes before all ranks have verified their parts and agree.
 """
 
 from __future__ import annotations
@@ -158,10 +153,7 @@ def load(
 def _look_up(
     job: _Load, path: str | os.PathLike[str] | Source, before: str | None
 ) -> str | Source:
-    """Return the checkpoint that this rank opens: rank 0 alone looks in a directory.
-
-    Collective: one all-gather of objects over the team's group.
-    """
+    """Return the checkpoint to open: rank 0 looks, and an all-gather tells."""
     place, name, team = "", "", job.team
     with job.own:
         if not isinstance(path, Source):
@@ -181,10 +173,7 @@ def _look_up(
 
 @paused_collection()
 def _run(job: _Load, given: str | Source) -> Any:
-    """Load the checkpoint; return ``extra``.
-
-    Collective: two all-gathers of objects over the team's group.
-    """
+    """Load the checkpoint; return ``extra``. Collective: two all-gathers of objects."""
     source: Source | None = None
     team, own = job.team, job.own
     try:

@@ -1,8 +1,7 @@
 """Reads this rank's part of an optimizer's state, by the names of the parameters.
 
-State tensors that the optimizer has are overwritten in place; others are read into new
-memory. Options and states are checked before a load changes anything: optimizers look
-at them only in the next step.
+Options and states are checked before a load changes anything: optimizers look at them
+only in the next step.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """The manifest of a checkpoint directory: frozen integers and names, to and from JSON.
 
 An entry holds the bytes of a part of a tensor: an interval of a flattened rectangle;
-``[file, begin]`` is its place. Of most tensors there is one rectangle, the whole::
-
-    down.weight (8, 32) over 2 x 2 ranks        cuts    ((0,), (0, 16))
-
-    tp 0   dp 0   elements [0, 64)   of the rectangle (8, 16) at (0, 0)
-           dp 1   elements [64, 128)
-    tp 1   dp 0   elements [0, 64)   of the rectangle (8, 16) at (0, 16)
-           dp 1   elements [64, 128)
+``[file, begin]`` is its place. Of most tensors there is one rectangle, the whole.
 """
 
 from __future__ import annotations

@@ -75,7 +75,6 @@ class FilePart:
     loose: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     """The entries that JSON values refer to by number, by key."""
     param_groups: dict[int, Json] | None = None
-    """By the number in the optimizer."""
     extra: Json = None
     own_states: dict[str, Json] = field(default_factory=dict)
     rng: Json = None

@@ -1,13 +1,5 @@
 """Collects the part of a checkpoint that a rank writes: entries and their description.
 
-::
-
-    parameter of a unit            the elements of this rank; of replicas, each writes
-                                   a part of a large shard, and small regions by turns
-    parameter that is a DTensor    written by the first rank with the same elements
-    large parameter in no unit     written by the ranks by turns
-    other tensor, extra, options   written by rank 0 of the save
-
 Every rank computes who writes what from values that are equal on all; nothing is sent.
 """
 

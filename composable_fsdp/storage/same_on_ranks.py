@@ -1,8 +1,4 @@
-"""Compares over ranks what a checkpoint has once, before any file is written.
-
-A value that only another rank has, or has differently, would be lost. Each rank sends
-digests, and names and texts only of what differs.
-"""
+"""Compares over ranks what a checkpoint has once, before any file is written."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
 """Writes a checkpoint: each rank writes its own shards, and rank 0 the manifest, last.
 
-::
-
-    all ranks   collect | agree | write own file, fsync | agree
-    rank 0      make the folder   manifest, fsync, rename of this file, older ones away
-
 No collective carries a tensor: a save sends three small objects over the private gloo
 group. ``async_save`` copies the values after the first agreement, and a thread writes.
 """
@@ -185,8 +180,7 @@ def prepare(
 ) -> Job:
     """Collect this rank's pieces and make the directory; all ranks, or none.
 
-    Collective: one all-gather of objects over the team's group; a second all-gather if
-    values that are saved once differ.
+    Collective: an all-gather of objects; another if values that are saved once differ.
     """
     target, ending, own = "", "", FirstError()
     given = SaveOptions()

@@ -79,8 +79,7 @@ class Copy(NamedTuple):
 class Source(ABC):
     """A checkpoint, open for reading; as a context manager, closes at the end.
 
-    The descriptions of the tensors are read and checked, but not the tensors. No
-    process group is needed: each rank opens and reads for itself.
+    Tensors are described at once and read when asked for, without a process group.
     """
 
     path: str = "(an open Source)"

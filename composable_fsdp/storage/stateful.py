@@ -35,10 +35,7 @@ def is_stateful(value: object) -> bool:
 
 
 def states_of(value: Any, where: str, depth: int = 0) -> Any:
-    """Return ``value`` with the state in place of each object that has a state.
-
-    Collective: those of the objects' ``state_dict``.
-    """
+    """Return ``value`` with the state in place of each object that has a state."""
     if is_stateful(value):
         # Its state dict may be plain tensors of a rank, which look like whole ones.
         if isinstance(value, torch.optim.Optimizer):
@@ -91,10 +88,7 @@ class Filling:
     problems: list[str] = field(default_factory=list)
 
     def give(self) -> None:
-        """Call ``load_state_dict`` of every object.
-
-        Collective: those of the objects' ``load_state_dict``.
-        """
+        """Call ``load_state_dict`` of every object."""
         for each, state in self.states:
             # Schedulers keep the lists of the state, which a source may give out again.
             given = _like(copy.deepcopy(state), each.state_dict())

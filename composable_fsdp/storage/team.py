@@ -1,7 +1,6 @@
 """Makes a save or load end alike on all ranks: an error of a rank is raised everywhere.
 
-The ranks of the model's mesh exchange objects over a private gloo group, so checkpoint
-exchanges never mix with the collectives of training.
+A private gloo group keeps its exchanges apart from the collectives of training.
 """
 
 from __future__ import annotations
@@ -103,10 +102,7 @@ class Team:
         self.world_size = 1 if group is None else group.size()
 
     def beside(self, purpose: str) -> Team:
-        """Return the ranks with a second gloo group, whose exchanges never mix.
-
-        Collective: creates the group at the first call.
-        """
+        """Return the ranks with a second gloo group, whose exchanges never mix."""
         if self.group is None:
             return self
         group = private_group(self.ranks, purpose, group_timeout(self.group))
@@ -124,9 +120,7 @@ class Team:
     def outcomes(
         self, error: Exception | None, value: Any = None, *, first: bool = False
     ) -> list[Outcome]:
-        """Return every rank's error and ``value``, in rank order.
-
-        With ``first`` on rank 0 alone, and an empty list elsewhere.
+        """Return every rank's error and ``value``; with ``first`` on rank 0 alone.
 
         Collective: one all-gather (``first``: gather) of objects over the group.
         """
@@ -156,10 +150,7 @@ class Team:
     def from_first(
         self, failures: Sequence[Failure | None], own: Exception | None
     ) -> None:
-        """Send ``failures`` from rank 0 to all ranks; raise the first on each rank.
-
-        Collective: one broadcast of objects over the group.
-        """
+        """Broadcast ``failures`` from rank 0; raise the first on each rank."""
         if self.group is not None:
             with _exchange(own):
                 failures = collectives.broadcast_object(list(failures), self.group)
@@ -220,14 +211,11 @@ def _meshes(module: object) -> tuple[list[Any], list[dist.ProcessGroup], bool]:
 
 
 def team_of(module: object, what: str, purpose: str = "checkpoint") -> Team:
-    """Return all ranks over whose meshes ``module`` is sharded, which call ``what``.
+    """Return all ranks over whose meshes ``module`` is sharded, once all call.
 
-    Waits until all of them call, before any is sent; all ranks for a plain module.
-
-    Collective: for each mesh that has a replicate group and does not hold all ranks, an
-    all-gather of objects over the shard group, and over each dim of the meshes of
-    DTensors, in every call; at the first call with these ranks, the creation of the
-    gloo group. None for a mesh of all ranks after the first call.
+    Collective: at the first call the creation of the gloo group; in every call
+        all-gathers of objects over the shard group and DTensors' meshes, if a mesh does
+        not hold all ranks.
     """
     if not dist.is_available() or not dist.is_initialized():
         return Team(None)

@@ -1,9 +1,4 @@
-"""Tells what a tensor is to a checkpoint: its wrappers, its place on meshes.
-
-Tensors that wrap others, such as quantized weights, are stored by their inner tensors.
-Along the dim of tensor parallelism, ranks hold other rectangles of a parameter that is
-cut, and equal values of all others, which the first of these ranks stores.
-"""
+"""Tells what a tensor is to a checkpoint: its wrappers, its place on meshes."""
 
 from __future__ import annotations
 
@@ -58,10 +53,7 @@ def is_first_copy(others: Groups, groups: Groups) -> bool:
 
 
 def span_of(place: Whole | None, shape: Sequence[int], start: int, stop: int) -> Span:
-    """Return elements of a tensor, or of this rank's rectangle of it, as a span.
-
-    In the whole tensor where possible: a load on another mesh reads intervals.
-    """
+    """Return elements of a tensor as a span of the whole, or else of its rectangle."""
     if place is None:
         return Span(start, stop)
     box = Rectangle(place.shape, place.offset, tuple(shape))
@@ -108,10 +100,7 @@ def stores_loose(tensor: Tensor, first_rank: int) -> bool:
 
 @torch.no_grad()
 def whole_value(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor, and of a DTensor those of all ranks.
-
-    Collective: for a DTensor an all-gather over each dim of the mesh that cuts.
-    """
+    """Return a tensor's values; a DTensor's by an all-gather over each dim cut."""
     given: Any = tensor
     if not is_dtensor(tensor) or given.device_mesh.get_coordinate() is None:
         return tensor.detach()

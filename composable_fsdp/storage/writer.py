@@ -1,7 +1,4 @@
-"""Host memory in which values wait, and files that are written as a stream.
-
-A file is safetensors, with a checksum per block of payload.
-"""
+"""Host memory in which values wait, and files that are written as a stream."""
 
 from __future__ import annotations
 
@@ -219,7 +216,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 BUFFER = 4 << 20
-"""The bytes that go to the disk at a time."""
 _LARGE, _STEP = 1 << 18, 1 << 20
 """The bytes that are written without a copy, and that are written at a time."""
 _BEHIND = 8 * BUFFER

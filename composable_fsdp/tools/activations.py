@@ -1,11 +1,7 @@
-"""``StorageLog`` follows the storages that operations meet; ``measure_activations``
-measures with it what a step holds beside the plan's buffers, by unit, on fake tensors.
+"""What a step holds beside the plan's buffers, by unit, measured on fake tensors.
 
-A storage may be allocated before its kind is known (a gradient is any tensor until a
-parameter shows it), so changes refer to blocks, and blocks are named later. Memory that
-a kernel allocates and frees itself is not seen. A window is a stretch of the step in
-which one unit computes. The stretches have the names of the plan's events, so their
-bytes are added to those of the plan.
+A storage may be allocated before its kind is known, so changes refer to blocks, and
+blocks are named later. Memory that a kernel allocates and frees itself is not seen.
 """
 
 from __future__ import annotations
@@ -217,9 +213,8 @@ def measure_activations(
 ) -> Activations:
     """Return the memory of a step of ``module`` beside the buffers of ``plan``.
 
-    Forward, loss and backward run on fake tensors: ``module`` may be on meta, no value
-    is computed, and no parameter changes. Parameters have the compute dtype of their
-    unit. Memory that a kernel allocates and frees itself is not counted, nor are
+    Forward, loss and backward run on fake tensors: ``module`` may be on meta, and does
+    not change. Memory that a kernel allocates and frees itself is not counted, nor are
     buffers of the modules. Shapes may not depend on values.
 
     Args:

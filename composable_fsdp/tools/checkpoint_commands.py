@@ -47,10 +47,7 @@ Answer = tuple[dict[str, Any], str, int]
 def _progress(
     label: str, given: argparse.Namespace, total: int = 0
 ) -> Iterator[Callable[..., None]]:
-    """Show on a terminal which part of ``total`` bytes is done, until the block ends.
-
-    Yields a function that takes the bytes since the last call, or those done and all.
-    """
+    """Show which part of ``total`` is done; yield a function that takes bytes."""
     # A log file must not receive a line per update.
     wanted = not given.json and sys.stderr.isatty()
     done = shown = 0.0
@@ -243,10 +240,7 @@ def compare(
     tolerance: float = 0.0,
     advance: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
-    """Return the differences of two checkpoints; memory holds two slices at a time.
-
-    Raises: CheckpointError, for damaged or missing data.
-    """
+    """Return the differences of two checkpoints; memory holds two slices at a time."""
     found: dict[str, dict[str, Any]] = {
         part: {"tensors": 0, "only_first": [], "only_second": [], "different": {}}
         for part in ("model", "optimizer")[: 2 - weights_only]

@@ -1,12 +1,8 @@
 """``python -m composable_fsdp``: plan a model; verify and convert checkpoints.
 
-Commands on checkpoints need no process group and no device, and execute no code from a
-checkpoint. Results go to standard output, as text or as a JSON object; errors go to
-standard error. Torch, whose import takes seconds, is imported when a command runs.
-
 The arguments of a command are a table of text: a line names an option, the kind of its
 value (a flag without one) and its default; the help is below. A title in brackets
-begins a group.
+begins a group. Torch, whose import takes seconds, is imported when a command runs.
 """
 
 from __future__ import annotations
@@ -27,8 +23,7 @@ from composable_fsdp.tools.machine import MACHINES
 from composable_fsdp.tools.texts import SHORT_DTYPES, byte_size, printable, version
 
 BAD, USAGE, INTERRUPTED = 1, 2, 130
-"""Exit statuses beside 0: a bad checkpoint, or a model that does not fit; wrong usage,
-as that of argparse; Ctrl-C, 128 + SIGINT, the shells' convention."""
+"""Exit statuses beside 0: a bad checkpoint or no fit; wrong usage; 128 + SIGINT."""
 
 STRATEGIES = (
     *("full-shard", "shard-grad-op", "no-shard", "hybrid-shard"),
@@ -263,10 +258,7 @@ second B
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit status.
-
-    Raises: SystemExit, for ``--help`` (status 0) and wrong usage (status 2).
-    """
+    """Run the command line, and return the exit status."""
     # argparse ends the program by itself after ``--help`` and for wrong usage.
     given, unknown = _parser().parse_known_args(arguments)
     # By the parser of the command, which knows its options.

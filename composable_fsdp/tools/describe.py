@@ -1,7 +1,4 @@
-"""``describe``: who holds what of a sharded model, or of a checkpoint.
-
-A description is made of plans, so it needs no collective and reads no values.
-"""
+"""``describe``: who holds what of a sharded model, or of a checkpoint, by its plans."""
 
 from __future__ import annotations
 

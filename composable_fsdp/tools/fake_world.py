@@ -1,13 +1,6 @@
-"""A step without devices: fake tensors, numbers that are read, and a process group of
-any size in one process, whose collectives are only noted.
+"""A step without devices: fake tensors, and a process group that only notes its calls.
 
-``parallelize_module``, ``DTensor.redistribute`` and the functional collectives are
-operations of torch's dispatcher, whose fake forms send nothing. torch has no fake form
-of coalesced collectives, so the group's methods are Python and stand in front of the
-dispatcher. In the order of CUDA, streams and events are stand-ins, too: torch without
-CUDA refuses a backward of fake tensors on CUDA devices (checked on 2.13), so simulated
-tensors are on the CPU.
-
+torch has no fake form of coalesced collectives, so the group's methods are Python.
 Private names, checked on torch 2.13: ``FakeProcessGroup._create_internal``,
 ``ProcessGroup._register_backend``, ``_set_default_backend``, ``Backend._plugins``,
 ``_disable_current_modes``, the operators of ``_c10d_functional``,
@@ -227,10 +220,7 @@ def needing_gradients(values: Any) -> list[Tensor]:
 
 
 def default_loss(output: Any) -> Tensor:
-    """Return the output's loss, or the sum of its tensors of real numbers.
-
-    Raises: PlanError, if no tensor of the output needs gradients.
-    """
+    """Return the output's loss, or the sum of its tensors of real numbers."""
     # Outputs of transformers are mappings and have attributes.
     found = output.get("loss") if isinstance(output, Mapping) else None
     found = getattr(output, "loss", found)
@@ -345,10 +335,7 @@ _clocks: list[Clock] = []
 
 @contextmanager
 def simulated_world(world_size: int, clock: Clock, *, streams: bool) -> Iterator[None]:
-    """Be rank 0 of ``world_size`` ranks that do not exist, in this block.
-
-    Raises: PhaseError, if this process has a default process group.
-    """
+    """Be rank 0 of ``world_size`` ranks that do not exist, in this block."""
     if dist.is_initialized():
         raise PhaseError(
             "simulate makes process groups of its own, and this process has a default "

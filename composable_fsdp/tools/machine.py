@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 PRODUCT, ATTENTION, MEMORY, FUSED = "product", "attention", "memory", "fused"
-"""Kinds of ``Cost``: matrix products; attention in one kernel; what else an eager step
-runs; and what a compiler leaves of that."""
+"""Kinds of ``Cost``; FUSED is what a compiler leaves of what is not a product."""
 
 
 class Cost(NamedTuple):

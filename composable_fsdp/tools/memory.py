@@ -17,8 +17,7 @@ from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.machine import Cost
 
 ALIGNMENT = 256
-"""Regions in a slot begin at multiples of this number of bytes, which suits every dtype
-and the copy engines of GPUs."""
+"""Regions in a slot begin at multiples of these bytes, which suit every dtype."""
 DeviceType = Literal["cpu", "cuda"]
 """The device whose order of allocations a forecast follows."""
 
@@ -114,8 +113,7 @@ class Activations:
 
 
 class OptimizerMemory(NamedTuple):
-    """Tensors per trainable parameter that an optimizer keeps, and that a step of it
-    allocates (``temporaries``); and the bytes that it keeps per element."""
+    """Tensors per parameter that an optimizer keeps or allocates; bytes per element."""
 
     name: str
     states: int = 0
@@ -170,10 +168,7 @@ OPTIMIZERS = {
 
 
 def optimizer_memory(given: str | float | OptimizerMemory) -> OptimizerMemory:
-    """Return the memory of an optimizer by name, or by bytes per element, as text too.
-
-    Raises: PlanError, if ``given`` is neither.
-    """
+    """Return the memory of an optimizer, by name or bytes per element, and as text."""
     if isinstance(given, OptimizerMemory):
         return given
     if isinstance(given, str) and given.lower() in OPTIMIZERS:
@@ -193,10 +188,7 @@ def optimizer_memory(given: str | float | OptimizerMemory) -> OptimizerMemory:
 
 
 class Traffic(NamedTuple):
-    """Collectives of a training step per rank, and the bytes of their whole buffers.
-
-    Regions whose collectives are issued together count as a single call.
-    """
+    """Collectives of a training step per rank, and the bytes of their whole buffers."""
 
     all_gather_calls: int = 0
     all_gather_bytes: int = 0

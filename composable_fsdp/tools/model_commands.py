@@ -1,7 +1,6 @@
 """``python -m composable_fsdp plan``: a model without a GPU.
 
 A command returns its report, as JSON has it, the report as text, and the exit status.
-``fit`` says whether a model fits on a device, and what would make the model fit.
 """
 
 from __future__ import annotations
@@ -266,10 +265,7 @@ def smallest_world_size(found: Forecast, capacity: int) -> int | None:
 
 
 def _changes(found: Forecast) -> dict[str, dict[str, Any]]:
-    """Return changes that may need less memory, those that cost least first.
-
-    Options of the command, with the arguments of ``replan``.
-    """
+    """Return changes that may need less memory, those that cost least first."""
     plan, units = found.plan, found.plan.units
     options = [unit.options for unit in units]
     strategy = HYBRID[0] if any(o.strategy in HYBRID for o in options) else FULL_SHARD

@@ -30,10 +30,9 @@ from composable_fsdp.tree.traversal import walk_states
 class NoSplitPolicy:
     """Makes the layers that a model of transformers names units.
 
-    The layers are the modules of the classes in ``_no_split_modules`` of the model and
-    of models inside. A layer that shares a parameter with a module outside of the layer
-    is no unit, so that the root holds the tied parameter once. A model that names no
-    classes gets the entries of its lists of modules.
+    They are of the classes in ``_no_split_modules`` of the model and of models inside,
+    or else the entries of its lists of modules. A layer that shares a parameter with a
+    module outside of it is no unit.
 
     Args:
         classes: names of classes, instead of those that the model names. Default None.
@@ -180,13 +179,9 @@ def _outermost(pairs: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mod
 
 
 def chosen_units(root: nn.Module, units: Iterable[object]) -> Chosen:
-    """Return the units that a user listed, without ``root``, which is a unit anyway.
+    """Return the units that a user listed: modules, names, patterns, or lists of these.
 
-    An entry is a module, a name, a pattern of names such as "blocks.*" (a star matches
-    no dot; each match is a unit), or a list of modules and names that form one unit.
-
-    Raises: PlanError, if a name or a module is not below ``root``, or in two units;
-    TypeError, for an entry of another type.
+    Raises: PlanError, TypeError.
     """
     # An nn.ModuleList is a list of modules; any other module is a single one.
     is_module = isinstance(units, nn.Module) and not isinstance(units, nn.ModuleList)
@@ -257,7 +252,6 @@ def _of(
 
 
 CONFIG = "config.json"
-"""The name of a configuration in a directory of a Hugging Face model."""
 
 
 class Model(NamedTuple):
@@ -265,11 +259,9 @@ class Model(NamedTuple):
 
     module: nn.Module
     source: str
-    """The text that named the model."""
     inputs: Sequence[Any] | Mapping[str, Any] | None = None
     loss: Callable[[Any], torch.Tensor] | None = None
     config: Any = None
-    """The configuration of transformers."""
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -427,13 +419,7 @@ def _of_config(path: str) -> Model:
 
 
 def inputs_for(model: Model, shape: Sequence[int]) -> Any:
-    """Return arguments of a forward for a batch of ``shape``.
-
-    Models of transformers that read token ids get ids, and labels if they predict ids.
-    Other models get one tensor: ids if they begin with an embedding, else floats.
-
-    Raises: PlanError, if the model takes something else.
-    """
+    """Return arguments of a forward for a batch of ``shape``: ids, labels or floats."""
     first = next((m for m in walk.modules(model.module) if m._parameters), None)
     reads_ids = model.config is not None or isinstance(first, nn.Embedding)
     dtype = torch.long if reads_ids else torch.float32

@@ -13,16 +13,14 @@ from torch import nn
 from composable_fsdp.comm.placements import ROWS, SHARD, group_sizes, placement_of
 from composable_fsdp.compose.registry import API, get_state
 from composable_fsdp.config import HYBRID, TiedParams
-from composable_fsdp.entries.apply import as_list, owner_of
+from composable_fsdp.entries.apply import request_for
 from composable_fsdp.entries.fully_shard import FSDP2_NAMES, unknown_text
 from composable_fsdp.errors import PlanError
-from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.assign import make_request
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import lay_out_again, plan_targets
-from composable_fsdp.planning.policies import AnyPolicy, evaluate_policy
+from composable_fsdp.planning.policies import AnyPolicy
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.models import check_sizes, chosen_units
 from composable_fsdp.tools.sharding_plan import ShardingPlan
@@ -103,14 +101,11 @@ def plan(
         takes = ["world_size", "shard_world_size", "policy", "units", *known]
         raise TypeError(unknown_text(unknown, takes, "plan", names))
     chosen = UnitOptions(**options)
-    # Lists, because iterators would be exhausted by the first reader.
-    modules = as_list(ignored_modules, "ignored_modules")
-    states = as_list(ignored_states, "ignored_states")
     # The wrapper is no unit; the wrapped module is.
     wrapped = module._modules.get(WRAPPED_MODULE)
     if wrapped is not None and get_state(wrapped, API) is not None:
         module = wrapped
-    others = (policy, units, modules, states, tied_params != "error")
+    others = (policy, units, ignored_modules, ignored_states, tied_params != "error")
     kept, ranks = _kept(module, world_size, shard_world_size)
     # The root is sharded, so no parameter is left.
     if kept is not None and not kept.units[0].fqn:
@@ -121,17 +116,15 @@ def plan(
                 "or plan a fresh model, on meta for example."
             )
         return kept
-    request = make_request(
+    request = request_for(
         chosen,
         ranks,
         sizes=partial(group_sizes, world_size=ranks, shard_world_size=shard_world_size),
-        policy=None if policy is None else partial(evaluate_policy, policy),
+        policy=policy,
         chosen={} if units is None else chosen_units(module, units),
-        ignored_modules=modules,
-        ignored_states=states,
+        ignored_modules=ignored_modules,
+        ignored_states=ignored_states,
         tied_params=tied_params,
-        held=LEAVES,
-        owner_of=owner_of,
     )
     # As ``fully_shard(module)`` would shard it next: the walk takes sharded units for
     # boundaries and leaves their parameters alone.

@@ -107,9 +107,7 @@ class ShardingPlan:
     ) -> int:
         """Return the host memory that ``async_save`` holds on a rank, at most.
 
-        The bytes of parameters and optimizer states in units that the rank writes,
-        padding included; replicas share the writing. Tensors in no unit, scalar states
-        and random states come in addition.
+        Tensors in no unit, scalar states and random states come in addition.
 
         Args:
             optimizer_states: as in ``peak``; 2 for AdamW. Default 0.
@@ -162,9 +160,8 @@ class ShardingPlan:
     ) -> StepTime:
         """Return how long a step takes on ``machine``, an estimate by its schedule.
 
-        Operations and bytes are those of the measured step; all-gathers and reductions
-        run beside them, in the order of the step on CUDA. Not counted: the host's time
-        per unit, collectives of the model itself, and copies of CPU offload.
+        Not counted: the host's time per unit, collectives of the model itself, and
+        copies of CPU offload.
 
         Args:
             machine: a ``Machine``, or the name of one in ``MACHINES``, such as "h100".

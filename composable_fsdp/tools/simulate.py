@@ -1,7 +1,6 @@
 """Entry point ``simulate``, a step of the real runtime on fake tensors; its result.
 
-The first step fills caches, the second is followed: ``MemoryLog`` counts its bytes, and
-``Clock`` its computations and collectives.
+The first step fills caches; the second is followed.
 """
 
 from __future__ import annotations
@@ -326,14 +325,12 @@ def simulate(
     """Run a training step of rank 0 of ``world_size`` ranks without memory or devices.
 
     The step is that of the runtime itself, with tensors that have shapes and no values:
-    forward, backward, clipping, optimizer. So all that a script does to a sharded model
-    is counted as it is; ``plan`` computes the same bytes from sizes alone. The first
-    step makes optimizer states and the like; the second step is returned.
+    forward, backward, clipping, optimizer. The first step makes optimizer states and
+    the like; the second step is returned.
 
-    Tensors are on the CPU, also in the order of CUDA, because torch runs no backward of
-    fake CUDA tensors without CUDA. Kernels that save other tensors on a GPU are counted
-    as those of a CPU. A real number that is read, as by ``loss.item()``, is 1; shapes
-    may not depend on values.
+    Tensors are on the CPU, also in the order of CUDA: kernels that save other tensors
+    on a GPU are counted as those of a CPU. A real number that is read, as by
+    ``loss.item()``, is 1; shapes may not depend on values.
 
     Args:
         build: a function without arguments that builds and shards a module as the

@@ -1,14 +1,7 @@
 """Computes the peak memory of a training step by running the step on integers.
 
-The walk allocates and frees in the order of the runtime::
-
-    forward    unit 0 full, 1 full, ...            resharded units freed
-    backward   k+1's reduce buffer freed | full k-1 ahead | gradients of k arrive, and
-               wait for each other | k freed | reduce buffer k, gradients move into it |
-               k is reduced
-
-The result holds for a step in the steady state: every unit runs once, in the plan's
-order, every trainable parameter gets a gradient, and ``.grad`` was cleared before.
+The walk allocates and frees in the order of the runtime, in the steady state: every
+unit runs once, every trainable parameter gets a gradient, ``.grad`` was cleared before.
 """
 
 from __future__ import annotations
@@ -35,8 +28,7 @@ class Event(NamedTuple):
     phase: str
     unit: str
     is_entry: bool = True
-    """Of ``COMPUTE`` of a unit with nested units: forward before, backward after them.
-    """
+    """Of ``COMPUTE`` around nested units: forward before, backward after them."""
     kind: str = COMPUTE
 
 
@@ -108,8 +100,7 @@ class _Unit:
 
 
 def _gradients(plan: UnitPlan) -> tuple[int, int]:
-    """Return the bytes of the gradients that autograd makes, and of those that it makes
-    before any of a nested unit."""
+    """Return the bytes of all gradients, and of those made before a nested unit's."""
     nbytes = {
         slot.index: slot.numel * d.compute.itemsize
         for r, d in plan.reduced
@@ -146,11 +137,7 @@ def flows_of(units: Sequence[UnitPlan]) -> list[bool]:
 def memory_of_step(
     plans: Sequence[UnitPlan], held: Memory, *, streams: bool
 ) -> StepMemory:
-    """Return the bytes of the units' buffers, and of what is ``held`` beside them, at
-    each operation of a step.
-
-    With ``streams``, resharded units are freed late, as on CUDA; else at once.
-    """
+    """Return the bytes of buffers and ``held`` at each operation of a step."""
     flows = flows_of(plans)
     # Inputs need gradients if a trainable unit precedes in forward order.
     facts = zip(plans, parents_of(plans), flows, [False, *flows], strict=False)

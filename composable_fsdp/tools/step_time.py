@@ -1,14 +1,6 @@
-"""``Clock``: when the computations and collectives of a step begin and end; and the
-time of a step, from a plan's schedule, measured operations and a machine.
+"""``Clock``: when the computations and collectives of a step begin and end.
 
-The host issues them in its order; they run on streams and on a link::
-
-    host     compute A | send x | compute B | wait x | compute C
-    stream 0 [== A ==][=== B ===]........[== C ==]
-    link              [====== x ========]
-
-The host itself takes no time but that of ``issue``; the link serves collectives one
-after the other.
+The host takes no time but that of ``issue``; the link serves one collective at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +22,6 @@ from composable_fsdp.tools.memory import (
 from composable_fsdp.tools.step_memory import FREE, GATHER, REDUCE
 
 COMPUTE, COMMUNICATION = "compute", "communication"
-"""Kinds of a ``SimulatedOperation``."""
 
 
 class SimulatedOperation(NamedTuple):

@@ -1,7 +1,6 @@
 """Parameters frozen, and settings changed, after ranks have compared their models.
 
-A setting that a rank alone changes later would move, drop or replace collectives, so
-changed settings join the mode of a forward, which the order logs compare.
+Changed settings join the mode of a forward, which the order logs compare.
 """
 
 from __future__ import annotations
@@ -65,10 +64,7 @@ def changed_flags(handle: FlatParamHandle) -> Iterator[tuple[str, bool | None]]:
 def setting_values(
     state: _FSDPState, names: Mapping[int, str] = MappingProxyType({})
 ) -> dict[str, object]:
-    """Return the compared settings of a unit, by the names that errors tell.
-
-    ``names``: of the units, by state.
-    """
+    """Return the compared settings of a unit, by the names that errors tell."""
     settings, rule = state.settings, state.handle.rule
     reshards = settings.reshard_after_forward
     if reshards is None:  # as lazy initialization will choose

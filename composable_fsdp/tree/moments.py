@@ -1,7 +1,6 @@
 """The moments at which the core calls functions of the layers above it.
 
-``features.defaults`` fills the lists, once for each process. So the path from
-``fully_shard`` to a step imports none of the layers that it calls.
+``features.defaults`` fills the lists, once for each process.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ BEFORE_SYNC: list[Callable[[str, nn.Module, Any, dict[str, str]], None]] = []
 UNITS_PLANNED: list[Callable[[Any, Any, Any], None]] = []
 """Before a change, if any is not plain or has an arena: targets, ranks and device."""
 FORMS_TAKEN: list[Callable[[Any], tuple[Any, Any]]] = []
-"""Of a target with parameters that are not plain: puts plain ones in their places and
-returns the target, and the forms by slot index."""
+"""Takes a target's forms of parameters: returns the plain target, and the forms."""
 UNIT_BUILT: list[Callable[[Any, Iterable[nn.Module]], None]] = []
 """After each unit was built: its state, and the modules that the state owns."""
 MODULES_SHARDED: list[Callable[[], None]] = []
@@ -41,15 +39,12 @@ HANDED_OUT: list[Callable[[Any], None]] = []
 KEEPS_PRECISION: list[Callable[[nn.Module], None]] = []
 """For each module that computes in the dtype of its own parameters: the module."""
 PASSAGES: dict[str, Any] = {}
-"""``first``, of the first forwards of a unit; ``moving``, of outermost forwards on a
-GPU; ``full``, to which others hand on (``runtime.forward.Passage``); and ``searches``,
-what the first forwards of a unit find, made from its modules."""
+"""The passages ``first``, ``moving`` and ``full``, and what makes ``searches``."""
 
 NAME_NONFINITE: list[Callable[[Any], str]] = []
 """Returns in words which gradients make a norm NaN or inf, of the norm."""
 ORDERS: dict[bool, Callable[[Hashable], Any]] = {}
-"""Makes the order of a forward from its mode; by whether the tree reduces parameters
-without a gradient."""
+"""Makes the order of a forward from its mode; by whether it reduces all parameters."""
 
 CHANGED: WeakSet[Any] = WeakSet()
 """Contexts with a setting that was changed since the last forward began."""
@@ -57,8 +52,7 @@ CHANGED: WeakSet[Any] = WeakSet()
 
 # Set by ``features.defaults``.
 changes: Any
-"""What takes up changes that a user made between steps (``features.changes.adopt``):
-``adopt``, ``follow_flags`` and ``is_in_shards``."""
+"""What takes up changes between steps (``features.changes.adopt``)."""
 copy_state: Callable[[Any, dict[int, Any]], Any]
 """Returns the state of a copied unit, for ``copy.deepcopy``: the state, the memo."""
 reduce_by_hook: Callable[[Any], None]

@@ -32,8 +32,7 @@ from composable_fsdp.tree.traversal import walk_states
 def ensure_root(state: _FSDPState) -> RuntimeContext:
     """Return the context of the tree of ``state``; initialize the tree if needed.
 
-    Raises: CompositionError, if options that must be equal in a tree differ, or if the
-    outermost unit consists of several modules.
+    Raises: CompositionError, if options of the tree differ, or if the root is a list.
     """
     if state.context is None:
         _initialise(outermost(state))
@@ -160,11 +159,7 @@ def meet_over(
     replicas: bool = False,
     always: bool = True,
 ) -> None:
-    """Wait until every rank that shards one of the units makes an equal ``call``.
-
-    Collective: none, as ``meet``.
-    Raises: DesyncError, as ``meet``.
-    """
+    """Wait until every rank that shards one of the units makes an equal ``call``."""
     states = list(states)
     pairs = [(s.handle.groups.shard, s.handle.groups.replicate) for s in states]
     # All shard groups before the first replicate group, on all ranks alike.
@@ -182,7 +177,6 @@ def meet_over(
 def compare_models(state: _FSDPState, *, replicas: bool, written: bool = False) -> None:
     """Ensure that all ranks have sharded the same model as the tree of ``state``.
 
-    Collective: in the first call, as ``guard.same_models.compare_models``.
     Raises: DesyncError with the first difference, on all ranks alike.
     """
     for compare in MODELS_MEET:

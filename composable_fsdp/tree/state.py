@@ -1,8 +1,4 @@
-"""The state of a unit, the state of a root, and the objects that a tree shares.
-
-``fully_shard`` creates an ``_FSDPState`` per unit. Lazy initialization turns the
-outermost into a ``_RootFSDPState`` and gives all the same ``RuntimeContext``.
-"""
+"""The state of a unit, the state of a root, and the objects that a tree shares."""
 
 from __future__ import annotations
 
@@ -43,7 +39,6 @@ class UnitSettings:
     prefetches_forward: bool = False
     """Whether the unit's forward prefetches another unit."""
     sync_gradients: bool = True
-    """Whether a backward reduces gradients; False under ``no_sync``."""
     is_last_backward: bool = True
     """Of the root: whether the end of backward waits for the last reduction."""
     reshard_after_backward: bool = True
@@ -63,8 +58,7 @@ class Precision:
     buffer_dtype: torch.dtype | None
     """Dtype of floating-point buffers; None leaves buffers unchanged."""
     buffer_dtypes: dict[tuple[int, str], torch.dtype] = field(default_factory=dict)
-    """Original dtypes of the buffers that were cast, by the number of the unit's module
-    and the FQN from this module."""
+    """Original dtypes of cast buffers, by the number of the module and FQN."""
 
 
 def make_precision(handle: FlatParamHandle, *, is_local_root: bool) -> Precision | None:
@@ -102,8 +96,7 @@ class StepOrder:
         self.count = 0
         """The length of ``uses``, which saves a call of ``len`` per forward."""
         self.mode = mode
-        """FQN of the outermost unit, training or evaluation, gradients enabled or not,
-        and ``RuntimeContext.changed_flags``."""
+        """The outermost FQN, training, gradients, and ``changed_flags``."""
         # The last graph task that reached this forward, and the index of the earliest
         # use that it has reached, for prefetching.
         self.task = self.reached = -1
@@ -159,16 +152,13 @@ class RuntimeContext(Referable):
     # Weak: no garbage collection should be needed to free a model.
     root: weakref.ref[_RootFSDPState]
     streams: Streams
-    """The side streams; a null object on CPU."""
     handles: tuple[FlatParamHandle, ...] = ()
-    """Handles of all units, in ``.modules()`` order."""
     # So that a step does not visit all units.
     lists: tuple[_FSDPState, ...] = ()
     """Units that consist of several modules."""
     precisions: tuple[_FSDPState, ...] = ()
     """Units whose buffers are cast."""
     offload: bool = False
-    """Whether any unit keeps its shards in host memory."""
     changed_flags: tuple[tuple[str, bool | None], ...] = ()
     """Parameters and settings that were changed since; part of a forward's mode."""
     forward_logs: tuple[UseOrder, ...] = ()
@@ -180,7 +170,8 @@ class RuntimeContext(Referable):
     # Replaced, and not cleared, when an iteration begins: hooks in the autograd
     # graph still refer to the order of their own forward.
     order: StepOrder = field(default_factory=StepOrder)
-    """The order of the current or the latest forward."""
+    tail: tuple[Any, Any] | None = None
+    """In a forward: the last call, and the node of its output, if it has one."""
     entered: _FSDPState | None = None
     """The unit whose forward began the iteration, while that forward runs."""
     # A KeyboardInterrupt runs no forward hook and leaves ``entered`` set: then
@@ -211,7 +202,7 @@ class RuntimeContext(Referable):
     def enter_backward_use(
         self, log: UseOrder, use: FlatParamHandle | Reduced, forward: Hashable = ()
     ) -> None:
-        """Call ``log.depart`` for a use in backward; raises DesyncError, as that."""
+        """Call ``log.depart`` for a use in backward. Raises: DesyncError."""
         if log.is_open:
             # Computing the mode reads all units, so this is done once per round.
             log.depart(use, ())
@@ -228,9 +219,7 @@ class Summon(NamedTuple):
     """A running block of ``unshard_params``, or another reason to refuse a step."""
 
     state: _FSDPState
-    """The unit on which ``unshard_params`` was called."""
     rank0_only: bool
-    """Whether the block shows full parameters on rank 0 only."""
     why: str = (
         "inside {}, where the parameters are yours to change. Call "
         "it after the block: forward and backward gather by themselves, and "
@@ -260,10 +249,8 @@ class Reduction:
     works: list[Waitable]
     """The collectives to wait for; empty on CUDA, which waits for events."""
     arrived: tuple[bytes, ...]
-    """Per trainable region, the flags of ``ReduceBuffer.arrived``."""
     final: bool
-    """False if no all-reduce over the replicas follows, so that the sums go to
-    ``ReduceBuffer.partial``."""
+    """False if the sums wait in ``ReduceBuffer.partial`` for an all-reduce."""
 
 
 T = TypeVar("T")
@@ -278,8 +265,7 @@ class InitialWeights:
 
     is_checked: bool  # with ``check_weights`` and other ranks
     hashes: Tensor | None
-    """The hash of each parameter, by slot index. None for values that were broadcast or
-    are on meta, and for a unit that is not cut."""
+    """The hash of each parameter, by slot index; None if nothing is compared."""
     synced: bool  # by a broadcast
     # Two tuples of integers: the garbage collector would visit each pair.
     _ids: tuple[int, ...] = ()
@@ -350,7 +336,6 @@ class _FSDPState(Referable):
     fqn: str = ""
     """FQN of the unit's module; from the root after lazy initialization."""
     modules: tuple[nn.Module, ...] = ()
-    """A single module, or the list given to ``fully_shard``."""
     _is_root: bool | None = None
     # Weak: a unit must not keep the modules above alive.
     _parent: weakref.ref[_FSDPState] | None = None

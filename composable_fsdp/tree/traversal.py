@@ -1,8 +1,6 @@
 """Finding states and handles in a module tree; functions without side effects.
 
-The order is that of ``.modules()``, each module once. Subtrees of incompatible APIs
-(``replicate``, DDP) are not entered from above; the tree of a module that is one of
-these itself is walked.
+Subtrees of incompatible APIs (``replicate``, DDP) are not entered from above.
 """
 
 from __future__ import annotations

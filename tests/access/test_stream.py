@@ -1,4 +1,4 @@
-"""``stream_full``: whole tensors, bucket by bucket."""
+"""``stream_full``, ``boxes`` and ``transfer_plan``: weights for other programs."""
 
 from __future__ import annotations
 
@@ -6,31 +6,35 @@ import gc
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
+    StateDictType,
     fully_shard,
+    set_state_dict_type,
     unshard_params,
 )
-from composable_fsdp.access import stream_full, stream_plan
+from composable_fsdp.access import boxes, stream_full, stream_plan, transfer_plan
 from composable_fsdp.errors import CompositionError, DesyncError, PhaseError
 from composable_fsdp.features import flat_parameters
-from tests.parallel.experts import Recipe as Experts
+from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.parallel.models import Recipe, batch, mesh_of, sharded
 from tests.parallel.models import loss_of as parallel_loss
 from tests.support.memory import LiveBytes
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward, gpt_input, loss_of
-from tests.support.sharded import both_paths, gpt, message_of
+from tests.support.sharded import RankCount, both_paths, gpt, message_of
 from tests.support.world import World
 
 KINDS: list[dict[str, Any]] = [
@@ -345,43 +349,6 @@ def test_device_memory_is_that_of_the_plan_to_the_byte(
     )
 
 
-@pytest.mark.parametrize("max_bytes", [1, 900, 1 << 30])
-@pytest.mark.parametrize("how", ["whole", "local"])
-@pytest.mark.parametrize("hidden", [32, 11])
-@on_ranks(2, 4)
-def test_memory_with_tensor_parallelism_is_within_the_plan(
-    world: World, hidden: int, how: Any, max_bytes: int
-) -> None:
-    """Local parts to the byte; joined ones with room for what torch makes of one."""
-    mesh = mesh_of(world, world.world_size // 2)
-    model = sharded(Recipe(hidden=hidden).parallel(mesh), mesh)
-    dict(stream_full(model, tensor_parallel=how))
-    planned = stream_plan(model, max_bytes=max_bytes, tensor_parallel=how)
-
-    # As above: the least of several.
-    peaks = [peak_of(model, max_bytes=max_bytes, tensor_parallel=how) for _ in range(5)]
-    peak = min(peaks)
-
-    largest = max(value.nbytes for value in Recipe(hidden=hidden).plain().parameters())
-    assert peak <= planned.peak_nbytes <= peak + (how == "whole") * 3 * largest
-    assert how == "whole" or peak == planned.peak_nbytes
-
-
-@pytest.mark.parametrize("max_bytes", [1, 3000])
-@on_ranks(4)
-def test_stacked_experts_come_whole(world: World, max_bytes: int) -> None:
-    """On all ranks alike."""
-    recipe = Experts(experts=4)
-    mesh = recipe.mesh(world)
-    model = recipe.sharded(mesh["ep"], mesh["edp"], mesh._flatten("dp"))
-    expected = recipe.plain().state_dict()
-
-    found = dict(stream_full(model, max_bytes=max_bytes))
-
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 @pytest.mark.req("W-01")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @on_ranks(2)
@@ -405,3 +372,103 @@ def test_weights_of_millions_of_elements_come_in_buckets(
 
     assert not expected
     assert peak_of(model, **how) == planned.peak_nbytes
+
+
+Held = dict[str, list[Any]]
+"""By name, offsets and sizes of the boxes that a rank holds: from its state dict."""
+
+
+def tensor_parallel(world: World, hidden: int = 32) -> nn.Module:
+    mesh = mesh_of(world, world.world_size // 2)
+    return sharded(Recipe(hidden=hidden).parallel(mesh), mesh)
+
+
+def replicated(world: World, strategy: ShardingStrategy) -> nn.Module:
+    sizes = (2, world.world_size // 2)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    model = Recipe(hidden=11).plain()
+    return sharded(model, mesh, strategy=strategy)
+
+
+def plain_mesh(world: World, **options: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (world.world_size, 1), mesh_dim_names=("dp", "tp"))
+    return sharded(Recipe(hidden=11).plain(), mesh, **options)
+
+
+def build(world: World, kind: str) -> nn.Module:
+    if kind == "FULL":
+        return plain_mesh(world)
+    if kind == "NO_SHARD":
+        return plain_mesh(world, strategy=ShardingStrategy.NO_SHARD)
+    if kind == "HYBRID":
+        return replicated(world, ShardingStrategy.HYBRID_SHARD)
+    return tensor_parallel(world)
+
+
+def held(world: World, kind: str) -> tuple[Any, Any, Held]:
+    """The boxes that a rank computes, without and with replicas, and what it holds."""
+    model = build(world, kind)
+    model.register_buffer("seen", torch.arange(3))
+    set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    found: Held = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, ShardedValue):
+            found[name] = [tuple(shard.metadata)[:2] for shard in value.local_shards()]
+        else:
+            found[name] = [((0,) * value.ndim, tuple(value.shape))]
+    return boxes(model), boxes(model, replicas=True), found
+
+
+@pytest.mark.req("W-02")
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    [(1, "FULL"), (3, "FULL"), (4, "NO_SHARD"), *product((2, 4), ("HYBRID", "TP"))],
+)
+def test_each_rank_knows_what_all_hold(ranks: RankCount, size: int, kind: str) -> None:
+    """As their state dicts have it; the laws of transfers between such boxes are in
+    `property_tests/test_hand_over_laws.py`."""
+    answers = ranks(size).run(held, kind)
+
+    once, copies, _ = answers[0]
+    assert all(answer[:2] == (once, copies) for answer in answers)
+    for rank, (_, _, found) in enumerate(answers):
+        for name, shards in found.items():
+            mine = [box[1:] for box in copies[name] if box[0] == rank]
+            assert sorted(mine) == sorted(shards), (rank, name)
+            assert {box[1:] for box in once[name]} == {b[1:] for b in copies[name]}
+            assert len({box[1:] for box in once[name]}) == len(once[name])
+
+
+@pytest.mark.req("W-02")
+def test_boxes_are_regular_or_refused_and_the_target_asks_for_what_there_is(
+    one_rank: World,
+) -> None:
+    """Errors name the tensor and the way out; scalars and empty tensors have boxes."""
+    model = nn.Linear(4, 3)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    model.empty = nn.Parameter(torch.zeros(0, 2))
+    found = boxes(fully_shard(model))
+
+    assert found["scale"] == ((0, (), ()),)
+    assert found["empty"] == ()
+    assert transfer_plan(found, found)[0].box == ((0, 0), (3, 4))
+    with pytest.raises(CompositionError, match=r"no tensor 'head'\. It has weight"):
+        transfer_plan(found, {"head": ((0, (0,), (1,)),)})
+    with pytest.raises(
+        CompositionError, match=r"of 'bias' the source lacks 2 elements"
+    ):
+        transfer_plan({"bias": ((0, (0,), (1,)),)}, {"bias": found["bias"]})
+    with pytest.raises(CompositionError, match=r"lacks 3 .* holds \(\(0, \(0, 0\)"):
+        transfer_plan(found, {"weight": ((0, (0,), (3,)),)})
+    twice = {"bias": (*found["bias"], (1, (0,), (3,)))}
+    with pytest.raises(CompositionError, match=r"'bias' the source holds twice 3"):
+        transfer_plan(twice, {"bias": found["bias"]})
+
+
+@on_ranks(2)
+def test_parts_of_other_sizes_are_refused_by_name(world: World) -> None:
+    """On all ranks: the layouts of the others are not known here."""
+    text = message_of(partial(boxes, tensor_parallel(world, 11)))
+
+    assert "CompositionError: boxes: parts of " in text
+    assert "differ in size over the ranks of tensor parallelism" in text

@@ -18,7 +18,6 @@ from composable_fsdp import (
     optim_state_dict,
     unshard_params,
 )
-from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.memory import LiveBytes
 from tests.support.models import TinyGPT, tiny_mlp
@@ -123,10 +122,6 @@ def test_state_dicts_are_given_and_taken_inside_the_block(world: World) -> None:
 
     assert differences(saved, plain.state_dict()) == {}
     assert differences(model.state_dict(), TinyGPT(seed=5).state_dict()) == {}
-
-
-def full(handle: FlatParamHandle) -> list[nn.Parameter]:
-    return [leaf for region in handle.layout.regions for leaf in region.full.leaves]
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from torch import nn
 from composable_fsdp import ShardingStrategy, fully_shard
 from composable_fsdp.comm.groups import GroupRef, Groups, operation_log
 from composable_fsdp.comm.meshes import groups_for, resolve_ranks
+from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.build import set_divisions
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.world import fake_world
@@ -78,3 +79,16 @@ def test_a_destroyed_default_group_is_gone() -> None:
     done = subprocess.run(command, check=True, capture_output=True, text=True)
 
     assert done.stdout.strip() == "None"
+
+
+def test_a_pair_of_groups_that_is_no_grid_has_no_group_of_all_ranks() -> None:
+    """Ranks 0 3 and 1 2, over 0 1 and 2 3: a rank does not know the ranks of others."""
+    with fake_world(4):
+        pair = dist.new_group([0, 3]), dist.new_group([0, 1])
+        fully_shard(
+            nn.Linear(2, 2), process_group=pair, strategy=ShardingStrategy.HYBRID_SHARD
+        )
+        with pytest.raises(PlanError, match="2-D device_mesh"):
+            fully_shard(
+                nn.Linear(2, 2), process_group=pair, strategy=ShardingStrategy.NO_SHARD
+            )

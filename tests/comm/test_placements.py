@@ -82,7 +82,7 @@ def test_calls_for_units_with_one_reduction_refuse_other_placements() -> None:
 
         with pytest.raises(FSDPError, match="to this rank's part"):
             register_comm_hook(model, None, lambda state, gradient: None)
-        with pytest.raises(FSDPError, match="no average over both"):
+        with pytest.raises(FSDPError, match="would not be averaged over the others"):
             replicate(model, device_mesh=mesh["replicate"], init_sync=False)
 
 

@@ -32,7 +32,7 @@ def region_of(
         ParameterSpec((f"w{i}",), shape, dtype, True, row_block(shape), wire=wire)
         for i, shape in enumerate(shapes)
     ]
-    regions = plan_regions(specs, world_size=ranks)
+    regions = plan_regions(tuple(specs), ranks)
     assert all(region.shard_numel % wire.grid == 0 for region in regions)
     return max(regions, key=lambda region: len(region.parameters))
 

@@ -49,14 +49,12 @@ def met(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
             "composable_fsdp: shard taken for the parameter: norm in Normed",
         ),
         ("late_module", "Parameters '1.weight', '1.bias' were registered after"),
-        ("name_of_fsdp2", "ImportError: module 'composable_fsdp' has no attribute"),
-        ("unknown_name", "AttributeError: module 'composable_fsdp' has no attribute"),
     ],
 )
 def test_each_refusal_is_there(
     met: dict[str, list[object]], program: str, told: str
 ) -> None:
-    """Optimizers, their state, the audit, wrappers, and names that do not exist."""
+    """Optimizers, their state, the audit and wrappers."""
     assert any(str(each).startswith(told) for each in met[program]), met[program]
 
 
@@ -69,7 +67,6 @@ def test_each_refusal_is_there(
         ("pickle_of_settings", repr(MixedPrecision(torch.bfloat16))),
         ("submodules", ["composable_fsdp.errors", "composable_fsdp.wrap"]),
         ("star", True),
-        ("listed", True),
     ],
 )
 def test_each_feature_is_there(

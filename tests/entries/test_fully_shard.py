@@ -18,10 +18,9 @@ from composable_fsdp import (
     fully_shard,
     replicate,
 )
-from composable_fsdp.comm.meshes import groups_for
+from composable_fsdp.comm.meshes import groups_for, resolve_ranks
 from composable_fsdp.compose.registry import API
 from composable_fsdp.config import ShardingStrategy
-from composable_fsdp.entries.apply import prepare
 from composable_fsdp.flat.build import build_handle
 from composable_fsdp.planning.assign import PlanRequest, assign_units
 from composable_fsdp.planning.options import UnitOptions
@@ -29,6 +28,7 @@ from composable_fsdp.planning.planner import plan_targets
 from composable_fsdp.runtime.build import build_units
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states
+from tests.runtime.parity import trains_as
 from tests.support.models import TinyBlock, TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
@@ -38,11 +38,9 @@ from tests.support.reference import (
     assert_same_training,
     gpt_input,
     gpt_units,
-    sgd,
     train,
     train_reference,
 )
-from tests.support.sharded import RankCount
 from tests.support.world import World
 
 
@@ -92,21 +90,6 @@ def test_an_optimizer_made_before_sharding_trains(world: World) -> None:
     assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
 
 
-@pytest.mark.req("B-02")
-@on_ranks(2)
-def test_modules_of_a_list_may_use_the_same_names(world: World) -> None:
-    """The last norm and the head are one unit although both have a ``weight``."""
-    model = TinyGPT()
-    plain = copy.deepcopy(model)
-    fully_shard([model.norm, model.head])
-    apply_units(model, gpt_units(model))
-
-    expected = train_reference(plain, world.world_size, gpt_input, sgd)
-    losses = train(model, world.rank, gpt_input, sgd)
-
-    assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
-
-
 @pytest.mark.req("B-06")
 @on_ranks(1, 2)
 def test_a_child_may_run_before_its_parent(world: World) -> None:
@@ -119,39 +102,26 @@ def test_a_child_may_run_before_its_parent(world: World) -> None:
     assert torch.equal(model.blocks[1](x), plain.blocks[1](x))
     root, first, second = _get_fsdp_states(model)
     assert (root._is_root, first._is_root, second._is_root) == (True, False, False)
-    expected = train_reference(plain, world.world_size, gpt_input, sgd)
-    losses = train(model, world.rank, gpt_input, sgd)
-
-    assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
+    trains_as(world, model, plain, gpt_input)
     assert torch.equal(model.blocks[0](x), plain.blocks[0](x))
-
-
-def train_mixed(world: World, inner: str, outer: str) -> list[str]:
-    """Shard the blocks on one path and the rest on the other; train."""
-    model = TinyGPT()
-    plain = copy.deepcopy(model)
-    for index in range(2):
-        model.blocks[index] = apply_units(model.blocks[index], [], path=inner)
-    sharded = apply_units(model, [], path=outer)
-
-    expected = train_reference(plain, world.world_size, gpt_input, adamw)
-    losses = train(sharded, world.rank, gpt_input, adamw)
-
-    mine = [step[world.rank] for step in expected]
-    assert_same_training(sharded, plain, losses, mine)
-    return [state.fqn for state in _get_fsdp_states(sharded)]
 
 
 @pytest.mark.req("S1-23", "S1-22")
 @pytest.mark.parametrize("outer", PATHS)
 @pytest.mark.parametrize("inner", PATHS)
+@on_ranks(2)
 def test_the_paths_can_be_mixed_in_one_model(
-    ranks: RankCount, inner: str, outer: str
+    world: World, inner: str, outer: str
 ) -> None:
     """Wrapper inside composable and the other way round: one tree, right numbers."""
-    names = ranks(2).run(train_mixed, inner, outer)
+    model = TinyGPT()
+    for index in range(2):
+        model.blocks[index] = apply_units(model.blocks[index], [], path=inner)
+    sharded = apply_units(model, [], path=outer)
 
-    assert names == [["", "blocks.0", "blocks.1"]] * 2
+    trains_as(world, sharded, TinyGPT(), gpt_input, adamw)
+    names = [state.fqn for state in _get_fsdp_states(sharded)]
+    assert names == ["", "blocks.0", "blocks.1"]
 
 
 @pytest.mark.req("N-04")
@@ -182,13 +152,11 @@ def test_the_stages_of_an_application_can_run_alone(one_rank: World) -> None:
     model, request = nn.Linear(2, 2), PlanRequest(UnitOptions(), world_size=1)
     before = [id(p) for p in model.parameters()]
 
-    application = prepare(UnitOptions(strategy=ShardingStrategy.NO_SHARD))
-    with pytest.raises(AttributeError):
-        application.device_id = None  # type: ignore[misc]
+    ranks = resolve_ranks(None, None, "fully_shard")
     (unit,) = assign_units([model], PlanRequest(UnitOptions(), world_size=4))
     assert [id(p) for p, _ in unit.parameters] == before
     (target,) = plan_targets([model], request)
-    groups = groups_for(application.ranks, ShardingStrategy.FULL_SHARD)
+    groups = groups_for(ranks, ShardingStrategy.FULL_SHARD)
     handle = build_handle(target, groups=groups, device=one_rank.device)
     assert handle.leaves == (model.weight, model.bias)
     assert not model._forward_pre_hooks
@@ -198,7 +166,7 @@ def test_the_stages_of_an_application_can_run_alone(one_rank: World) -> None:
     states = build_units(
         targets,
         state,
-        ranks=application.ranks,
+        ranks=ranks,
         device=one_rank.device,
         before=None,
         awaiting=(),

@@ -53,7 +53,6 @@ SAME: dict[str, list[Make]] = {
     "defaults": [
         lambda m: {},
         lambda m: {"strategy": ShardingStrategy.FULL_SHARD, "block": Block.ROW},
-        lambda m: {"mixed_precision": MixedPrecision(), "cpu_offload": CPUOffload()},
         lambda m: {"backward_prefetch": BackwardPrefetch.BACKWARD_PRE, "policy": None},
         lambda m: {"process_group": dist.group.WORLD, "ignored_modules": []},
         lambda m: {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))},
@@ -72,14 +71,6 @@ SAME: dict[str, list[Make]] = {
         },
         lambda m: {"policy": SizePolicy(500)},
     ],
-    "dtypes": [
-        lambda m: {"mixed_precision": MixedPrecision(torch.bfloat16)},
-        lambda m: {
-            "mixed_precision": MixedPrecision(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
-            )
-        },
-    ],
     "ignored": [
         lambda m: {"ignored_modules": [norm(m)], "policy": BLOCKS},
         lambda m: {"ignored_states": list(norm(m).parameters()), "policy": BLOCKS},
@@ -92,9 +83,7 @@ SAME: dict[str, list[Make]] = {
 }
 OTHERS: dict[str, Make] = {
     "strategy=": lambda m: {"strategy": ShardingStrategy.SHARD_GRAD_OP},
-    "mixed_precision.param_dtype=": lambda m: {
-        "mixed_precision": MixedPrecision(torch.float16)
-    },
+    "mixed_precision=": lambda m: {"mixed_precision": MixedPrecision(torch.float16)},
     "cpu_offload=": lambda m: {"cpu_offload": CPUOffload(offload_params=True)},
     "backward_prefetch=": lambda m: {"backward_prefetch": None},
     "forward_prefetch=": lambda m: {"forward_prefetch": True},

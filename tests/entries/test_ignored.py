@@ -22,10 +22,11 @@ IGNORED = ("blocks.0.up.weight", "blocks.1.norm_1.weight", "blocks.1.norm_1.bias
 
 def ignoring(model: TinyGPT, path: str, *, by_policy: bool) -> nn.Module:
     """Shard all but one weight, given as a parameter, and one norm, as a module."""
-    states: list[Any] = [model.get_parameter(IGNORED[0])]
+    states: Any = [model.get_parameter(IGNORED[0])]
     modules = [model.get_submodule("blocks.1.norm_1")]
     options: dict[str, Any] = {"ignored_states": states, "ignored_modules": modules}
     if by_policy:
+        options["ignored_states"] = iter(states)
         name = "policy" if path == "composable" else "auto_wrap_policy"
         options[name] = ModuleWrapPolicy({TinyBlock})
         return apply_units(model, [], path=path, **options)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,20 +25,15 @@ from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
     adamw,
-    assert_same_training,
     backward,
     differences,
     gpt_input,
-    sgd,
-    tolerance_at,
     train,
-    train_reference,
     trained_reference,
 )
 from tests.support.sharded import message_of
-from tests.support.world import RankPool, World
+from tests.support.world import World
 
-RankCount = Callable[[int], RankPool]
 Compose = Callable[[TinyGPT, str], nn.Module]
 
 
@@ -122,49 +117,30 @@ def test_replicated_and_sharded_parts_train_as_the_plain_model(
     assert losses == [step[world.rank] for step in expected]
 
 
-def train_as_hybrid(world: World, path: str, same_start: bool) -> list[str]:
-    """Blocks sharded over pairs, the model replicated across: four ranks' average."""
-    model = TinyGPT()
-    plain = copy.deepcopy(model)
+@on_ranks(4)
+def test_a_unit_over_other_ranks_is_refused(world: World) -> None:
+    """Its gradients would not be averaged over all replicas."""
     shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     copies = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    if not same_start and world.rank >= 2:
-        for p in model.parameters():
-            p.data.add_(1.0)
-    mine = shards[world.rank // 2]
-    if path == "composable":
-        fully_shard(model, process_group=mine, policy=ModuleWrapPolicy({TinyBlock}))
-        outer = nn.Sequential(model)
-    else:
-        outer = nn.Sequential(FullyShardedDataParallel(model, process_group=mine))
-    replicate(outer, process_group=copies[world.rank % 2])
-
-    expected = train_reference(plain, world.world_size, gpt_input, sgd)
-    with record_steps() as calls:
-        losses = train(outer, world.rank, gpt_input, sgd)
-    assert_same_training(
-        outer,
-        nn.Sequential(plain),
-        losses,
-        [step[world.rank] for step in expected],
-        tolerance=tolerance_at(4),
+    model = TinyGPT()
+    fully_shard(model.blocks[0], process_group=shards[world.rank // 2])
+    call = partial(replicate, model, process_group=copies[world.rank % 2])
+    first, pair = world.rank % 2, world.rank // 2 * 2
+    assert message_of(call) == (
+        f"CompositionError: replicate over ranks [{first}, {first + 2}] meets fully "
+        f"sharded module (root) over ranks [{pair}, {pair + 1}]: its gradients would "
+        "not be averaged over the others. Shard it over all of these ranks; to shard "
+        "within groups and replicate across, pass a 2-D device_mesh (replicate, shard) "
+        "to fully_shard."
     )
-    return [call.op for call in calls]
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("same_start", [True, False])
-def test_sharding_within_and_replicating_across_is_hybrid(
-    ranks: RankCount, same_start: bool, path: str
+@pytest.mark.parametrize("init_sync", [True, False])
+@on_ranks(2)
+def test_replicas_start_from_the_values_of_the_first_rank(
+    world: World, init_sync: bool
 ) -> None:
-    """Units below average over both groups, and start from the first replica."""
-    for ops in ranks(4).run(train_as_hybrid, path, same_start):
-        units = 3 if path == "composable" else 1
-        assert ops.count("all_reduce") == ops.count("reduce_scatter") == 3 * units
-
-
-def start_apart(world: World, init_sync: bool) -> list[float]:
-    """Parameters and a buffer that differ between ranks; what replicate makes of it."""
+    """As with DDP; without ``init_sync`` nothing is sent and nothing changes."""
     model = tiny_mlp()
     model.register_buffer("seen", torch.full((1,), float(world.rank)))
     model.get_parameter("0.bias").data.fill_(world.rank)
@@ -172,14 +148,8 @@ def start_apart(world: World, init_sync: bool) -> list[float]:
         replicate(model, init_sync=init_sync)
     synced = {"all_gather_object", "broadcast"} if init_sync else set()
     assert {call.op for call in calls} == synced
-    bias, seen = model.get_parameter("0.bias"), model.get_buffer("seen")
-    return [bias[0].item(), seen.item()]
-
-
-def test_replicas_start_from_the_values_of_the_first_rank(ranks: RankCount) -> None:
-    """As with DDP; without ``init_sync`` nothing is sent and nothing changes."""
-    assert ranks(2).run(start_apart, True) == [[0.0, 0.0]] * 2
-    assert ranks(2).run(start_apart, False) == [[0.0, 0.0], [1.0, 1.0]]
+    expected = 0.0 if init_sync else world.rank
+    assert model.get_parameter("0.bias")[0] == model.get_buffer("seen") == expected
 
 
 # ---- which units are whose --------------------------------------------------

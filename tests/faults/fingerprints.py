@@ -74,10 +74,10 @@ def _double(sums: Tensor) -> None:
 BF16 = torch.bfloat16
 OPTIONS: dict[str, dict[str, Any]] = {
     "the option strategy of": {"strategy": ShardingStrategy.NO_SHARD},
-    "the option mixed_precision.param_dtype of unit (root): None on rank 0, bfloat16": {
+    "of unit (root): None on rank 0, MixedPrecision(param_dtype=torch.bfloat16": {
         "mixed_precision": MixedPrecision(param_dtype=BF16)
     },
-    "the option mixed_precision.reduce_dtype of": {
+    "None on rank 0, MixedPrecision(param_dtype=None, reduce_dtype=torch.bfloat16": {
         "mixed_precision": MixedPrecision(reduce_dtype=BF16)
     },
     "the option backward_prefetch of": {

@@ -23,7 +23,6 @@ from composable_fsdp import (
     load,
     optim_state_dict,
     optim_state_dict_to_load,
-    reshard,
     save,
     set_full_grad,
     set_full_param,
@@ -34,7 +33,6 @@ from composable_fsdp.comm import agreement
 from composable_fsdp.features.guard.meetings import order_over
 from composable_fsdp.optim import get_full_optim_state, set_full_optim_state
 from composable_fsdp.storage import export_safetensors
-from tests.support.on_ranks import on_ranks
 from tests.support.reference import gpt_input, loss_of
 from tests.support.sharded import RankCount, gpt, message_of, step
 from tests.support.world import World
@@ -196,36 +194,6 @@ def test_other_arguments_are_told_and_change_no_value(
     for name, (text, unchanged) in zip(ARGUMENTS, first, strict=True):
         assert text.startswith("DesyncError: Ranks disagree: "), (name, text)
         assert unchanged, name
-
-
-@on_ranks(2)
-def test_a_loop_that_repeats_its_calls_visits_no_store(world: World) -> None:
-    """From the third step on, with accumulation, a clip and shown parameters."""
-    model = gpt("composable")
-    optim = torch.optim.SGD(model.parameters(), lr=0.01)
-    visits, since = [], 0
-    real = agreement.key_value_store
-
-    def spy() -> Any:
-        nonlocal since
-        since += 1
-        return real()
-
-    with mock.patch.object(agreement, "key_value_store", spy):
-        for index in range(6):
-            for micro in range(3):
-                loss_of(model, gpt_input(3 * index + micro, world.rank)).backward()  # type: ignore[no-untyped-call]
-            clip_grad_norm_(model, 1.0)
-            optim.step()
-            optim.zero_grad()
-            with unshard_params(model, writeback=False):
-                pass
-            unshard(model.get_submodule("blocks.1"))
-            reshard(model.get_submodule("blocks.1"))
-            visits.append(since)
-            since = 0
-    assert visits[0] > 0
-    assert visits[2:] == [0, 0, 0, 0]
 
 
 def clip_left_out(world: World) -> str:

@@ -13,8 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from composable_fsdp import (
     FullyShardedDataParallel,
@@ -40,6 +45,7 @@ from tests.faults.fingerprints import (
     with_other_shape,
     wrapped,
 )
+from tests.parallel.models import forget_meshes
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount
 from tests.support.world import World, fake_world, single_rank_group
@@ -55,8 +61,11 @@ def agreed(outcomes: list[Outcome]) -> Outcome:
 # Models and options
 
 
-def check_options(world: World) -> list[Outcome]:
-    """One rank has the change; it raises before a parameter is gathered."""
+@pytest.mark.req("X-09", "X-10", "X-11")
+@on_ranks(2)
+def test_an_option_of_one_rank_is_told_by_name_on_every_rank(world: World) -> None:
+    """The first difference, both values, and which rank has which, before a parameter
+    is gathered."""
     found, is_odd = [], world.rank == 1
     for options in OPTIONS.values():
         model = shard(build(), **(options if is_odd else {}))
@@ -68,15 +77,8 @@ def check_options(world: World) -> list[Outcome]:
         if is_odd:
             change(model)
         found.append(outcome(partial(step, model)))
-    return found
 
-
-@pytest.mark.req("X-09", "X-10", "X-11")
-def test_an_option_of_one_rank_is_told_by_name_on_every_rank(ranks: RankCount) -> None:
-    """The first difference, both values, and which rank has which."""
-    found, others = ranks(2).run(check_options)
-
-    assert found == others
+    assert world.all_equal(found)
     for told, (error, warned) in zip((*OPTIONS, *SETTINGS), found, strict=True):
         assert error is not None
         assert told in error
@@ -84,15 +86,13 @@ def test_an_option_of_one_rank_is_told_by_name_on_every_rank(ranks: RankCount) -
         assert warned == ()
 
 
-def check_doors(world: World) -> Outcome:
-    model = wrapped() if world.rank else shard(build())
-    return outcome(lambda: step(model))
-
-
 @pytest.mark.req("X-11")
-def test_a_wrapped_rank_goes_with_an_unwrapped_one(ranks: RankCount) -> None:
+@on_ranks(2)
+def test_a_wrapped_rank_goes_with_an_unwrapped_one(world: World) -> None:
     """Both doors issue the same collectives, so nothing differs."""
-    assert agreed(ranks(2).run(check_doors)) == Outcome(None, ())
+    model = wrapped() if world.rank else shard(build())
+
+    assert outcome(lambda: step(model)) == Outcome(None, ())
 
 
 ENTRIES: dict[str, Callable[[nn.Module], object]] = {
@@ -180,26 +180,25 @@ def test_a_copy_is_compared_as_a_tree_of_its_own(world: World) -> None:
 # Groups
 
 
-def check_groups(world: World) -> Outcome:
-    """Rank 3 shards over other ranks than the others do."""
+@pytest.mark.req("X-09", "D-07")
+@on_ranks(4)
+def test_other_groups_are_told_on_every_rank(world: World) -> None:
+    """Ranks with other groups compare over the default group, so nobody waits."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     rows, columns = mesh.get_group(1), mesh.get_group(0)
     pair = (columns, rows) if world.rank == 3 else (rows, columns)
     model = shard(build(), process_group=pair)
-    return outcome(lambda: step(model))
 
-
-@pytest.mark.req("X-09", "D-07")
-def test_other_groups_are_told_on_every_rank(ranks: RankCount) -> None:
-    """Ranks with other groups compare over the default group, so nobody waits."""
-    error, _ = agreed(ranks(4).run(check_groups))
+    error, _ = outcome(lambda: step(model))
 
     assert "Ranks disagree on who shares parameters" in str(error)
     assert "ranks 2-3 on rank 2, ranks 1, 3 on rank 3" in str(error)
 
 
-def check_replica_alone(world: World) -> Outcome:
-    """One replica of two evaluates and saves, then both train."""
+@pytest.mark.req("X-09", "D-07")
+@on_ranks(4)
+def test_a_replica_may_evaluate_and_save_alone(world: World) -> None:
+    """It compares its own ranks; the first step compares all of them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = with_other_shape(is_changed=world.rank == 3, device_mesh=mesh)
     if world.rank < 2:
@@ -207,13 +206,8 @@ def check_replica_alone(world: World) -> Outcome:
             model(torch.ones(1, 4))
         model.state_dict()
     world.barrier()
-    return outcome(lambda: step(model))
 
-
-@pytest.mark.req("X-09", "D-07")
-def test_a_replica_may_evaluate_and_save_alone(ranks: RankCount) -> None:
-    """It compares its own ranks; the first step compares all of them."""
-    error, _ = agreed(ranks(4).run(check_replica_alone))
+    error, _ = outcome(lambda: step(model))
 
     assert "(8,) on ranks 0-2, (4, 2) on rank 3" in str(error)
 
@@ -359,3 +353,62 @@ def test_check_weights_is_checked_and_compared() -> None:
         assert fully_shard(model, check_weights="off", if_sharded="skip") is model
         with pytest.raises(ValueError, match="has check_weights=off"):
             fully_shard(model, if_sharded="skip")
+
+
+# ---- ranks that hold other parts of a model ----
+
+
+class Block(nn.Module):
+    """A normalization, which no rank cuts, and two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(self.norm(x)).relu())
+        return out
+
+
+def tensor_parallel(mesh: DeviceMesh, seed: int, **options: Any) -> nn.Module:
+    """Two blocks whose matrices are cut over ``tp``, sharded over ``dp``."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(Block(), Block())
+    for block in model:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+        fully_shard(block, device_mesh=mesh["dp"], **options)
+    return fully_shard(model, device_mesh=mesh["dp"], **options)
+
+
+def differ_over_tp(world: World, seeds: bool, options: dict[str, Any]) -> Outcome:
+    """The ranks of the second tensor-parallel index have another seed or options."""
+    forget_meshes()
+    shape = (world.world_size // 2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    odd = world.rank % 2
+    model = tensor_parallel(mesh, odd * seeds, **(options if odd else {}))
+    return outcome(lambda: model(torch.ones(2, 8)).sum().backward())
+
+
+@pytest.mark.req("X-09", "X-13")
+def test_tensor_parallel_ranks_compare_what_is_not_cut(ranks: RankCount) -> None:
+    """Options, and the values of a normalization; each pair of ranks names itself."""
+    zero2 = {"strategy": ShardingStrategy.SHARD_GRAD_OP}
+    options = ranks(4).run(differ_over_tp, False, zero2)
+    values = ranks(4).run(differ_over_tp, True, {})
+    equal = ranks(4).run(differ_over_tp, False, {})
+
+    for rank in range(4):
+        first, second = rank // 2 * 2, rank // 2 * 2 + 1
+        assert (
+            f"the option strategy of unit (root): FULL_SHARD on rank {first}, "
+            f"SHARD_GRAD_OP on rank {second}"
+        ) in str(options[rank].error)
+        (text,) = [w for w in values[rank].warnings if "different weights" in w]
+        assert "'0.norm.weight' has other values on rank" in text
+        assert "The parameter is not cut over these ranks" in text
+        assert values[rank].error is equal[rank].error is None
+        assert not [w for w in equal[rank].warnings if "different weights" in w]

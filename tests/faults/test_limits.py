@@ -88,28 +88,6 @@ def test_parameters_of_any_layout_keep_values_and_gradients(
     assert torch.allclose(total, torch.stack(whole).sum())
 
 
-@pytest.mark.req("X-27")
-@on_ranks(2)
-def test_integers_and_mixed_dtypes_share_a_unit(world: World) -> None:
-    """A frozen table of integers keeps its numbers beside trained layers."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double())
-    table = torch.arange(64).view(8, 8)
-    model.register_parameter("table", nn.Parameter(table.clone(), requires_grad=False))
-    fully_shard(model)
-
-    assert torch.equal(model.state_dict()["table"], table)
-    assert model.state_dict()["1.weight"].dtype == torch.float64
-
-
-@pytest.mark.req("X-27")
-def test_parameters_left_on_meta_are_refused_by_name() -> None:
-    """At the call that shards."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
-
-    with fake_world(2), pytest.raises(FSDPError, match=r"meta \(1\.weight, 1\.bias\)"):
-        fully_shard(model)
-
-
 @pytest.mark.req("X-34")
 def test_a_rank_outside_of_the_group_is_told_so() -> None:
     """Whoever is not in the group cannot shard over it."""

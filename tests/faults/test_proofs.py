@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from composable_fsdp import FSDPError, load, save
+from composable_fsdp import FSDPError, fully_shard, load, save
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.features import map_on_owners
 from tests.faults.blocks import SOON, Blocks, sharded, steps_of
+from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount
 from tests.support.short_waits import LONG, shorten_waits
 from tests.support.world import World
@@ -73,10 +76,10 @@ def test_every_rank_has_the_proof_soon(ranks: RankCount, tmp_path: Path) -> None
         assert "They will never meet." in text
 
 
-def raise_among_pieces(world: World, at: str) -> tuple[str, float]:
-    """The last rank of four catches an error; each rank's error, and its time."""
+def raise_and_go_on(world: World, strategy: str, at: str) -> tuple[str, float]:
+    """The last rank catches an error; each rank's error, and its time."""
     shorten_waits()
-    model = sharded("HFSDP")
+    model = sharded(strategy)
     steps_of(model, 4)
     block, last = model.blocks[1], world.rank == world.world_size - 1
     register: dict[str, Callable[..., Any]] = {
@@ -100,42 +103,19 @@ def test_ranks_that_wait_over_the_groups_of_pieces_have_the_proof_soon(
     ranks: RankCount, at: str
 ) -> None:
     """They are in groups of which the rank that raised compares nothing."""
-    found = ranks(4).run(raise_among_pieces, at, timeout=60, retire=True)
+    found = ranks(4).run(raise_and_go_on, "HFSDP", at, timeout=60, retire=True)
 
     for rank, (text, took) in enumerate(found):
         assert took < SOON, (rank, took)
         assert "'blocks.1' " in text or "after an exception" in text
 
 
-def raise_in_backward(world: World) -> tuple[str, float]:
-    """The last rank's backward raises, and the rank begins another forward. Each rank's
-    error and its time."""
-    shorten_waits()
-    # Backward gathers nothing, so the other ranks wait in a reduce-scatter.
-    model = sharded("SHARD_GRAD_OP")
-    steps_of(model, 4)
-    last = world.rank == world.world_size - 1
-    hook = model.blocks[1].register_full_backward_pre_hook(refuse) if last else None
-    loss = model(torch.ones(2, 4)).sum()
-    start = time.monotonic()
-    if hook is not None:
-        with pytest.raises(Refused):
-            loss.backward()
-        hook.remove()
-    # The last rank goes on with the next forward.
-    go_on = loss.backward if hook is None else partial(model, torch.ones(2, 4))
-    with pytest.raises(DesyncError) as caught:
-        go_on()
-    took = time.monotonic() - start
-    with pytest.raises(FSDPError):
-        model(torch.ones(2, 4))
-    return str(caught.value), took
-
-
 @pytest.mark.req("X-06")
 def test_a_rank_in_a_reduce_scatter_has_the_proof_soon(ranks: RankCount) -> None:
-    """The reduction that the last rank will not send ends on the others, too."""
-    found = ranks(3).run(raise_in_backward, timeout=60, retire=True)
+    """The reduction that the last rank will not send ends on the others, too; backward
+    gathers nothing with this strategy."""
+    how = "SHARD_GRAD_OP", "backward"
+    found = ranks(3).run(raise_and_go_on, *how, timeout=60, retire=True)
 
     for rank, (text, took) in enumerate(found):
         assert took < SOON, (rank, took)
@@ -182,3 +162,84 @@ def catch_and_go_on(world: World) -> bool:
 def test_ranks_that_have_all_caught_an_error_go_on(ranks: RankCount) -> None:
     """No rank is in a collective then, so the group can be used."""
     assert all(ranks(2).run(catch_and_go_on, timeout=60, retire=True))
+
+
+# ---- map_on_owners on ranks that do not do the same ----
+
+
+def trained() -> nn.Sequential:
+    """Five matrices in each of two units, some of them cut, after a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5))) for _ in "ab")
+    )
+    for each in (*model, model):
+        fully_shard(each)
+    model(torch.ones(2, 8)).sum().backward()
+    return model
+
+
+def normalized(whole: Tensor, _: Tensor) -> Tensor:
+    result: Tensor = whole / whole.norm()
+    return result
+
+
+@pytest.mark.req("X-12")
+@on_ranks(2)
+def test_other_matrices_on_a_rank_are_refused(world: World) -> None:
+    """Before anything is sent: gloo would end a rank at sizes that differ."""
+    model = trained()  # kept: its units end with it
+    parameters = list(model.parameters())[:: 1 - 2 * world.rank]
+    with pytest.raises(DesyncError, match="Ranks disagree: "):
+        map_on_owners(parameters, [p.detach() for p in parameters], normalized)
+
+
+def raise_on_an_owner(
+    world: World, kind: type[BaseException]
+) -> tuple[str, str, float]:
+    """The function raises on the last rank, and every rank takes another step."""
+    shorten_waits()
+    model, start = trained(), time.monotonic()
+    parameters = list(model.parameters())
+
+    def refuse(whole: Tensor, _: Tensor) -> Tensor:
+        if world.rank == world.world_size - 1:
+            raise kind("no convergence")
+        return whole
+
+    with pytest.raises((kind, FSDPError)) as caught:
+        map_on_owners(parameters, [p.detach() for p in parameters], refuse)
+    with pytest.raises(FSDPError) as later:
+        model(torch.ones(2, 8)).sum().backward()
+    return str(caught.value), str(later.value), time.monotonic() - start
+
+
+@pytest.mark.req("X-03")
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_an_owner_that_raised_does_not_go_on(
+    ranks: RankCount, kind: type[BaseException]
+) -> None:
+    """Results that it owes never come, so later collectives could not pair."""
+    found = ranks(3).run(raise_on_an_owner, kind, timeout=60, retire=True)
+
+    for text, later, took in found:
+        assert took < SOON
+        assert "no convergence" in text
+        assert "was left in the middle of a collective" in later
+
+
+@pytest.mark.req("X-03")
+@on_ranks(2)
+def test_a_value_that_a_rank_alone_leaves_out_is_no_zero(world: World) -> None:
+    """The result is NaN on all ranks with a part, and not that of half a matrix."""
+    parameters = list(trained().parameters())
+    values: list[Tensor | None] = [p.detach() for p in parameters]
+    left_out = [n for n, p in enumerate(parameters) if p.numel()]
+    if world.rank == 1:
+        for number in left_out:
+            values[number] = None
+    results = map_on_owners(parameters, values, normalized)
+    for p, result in zip(parameters, results, strict=True):
+        # Whole matrices lie on one rank; only a cut one has parts on both.
+        if result is not None and 0 < p.numel() < 64:
+            assert result.isnan().all()

@@ -144,18 +144,6 @@ def test_settings_that_all_ranks_change_are_no_difference(world: World) -> None:
         steps_of(model, 4)
 
 
-@pytest.mark.req("X-09")
-@on_ranks(4)
-def test_accumulation_that_turns_the_all_reduce_off_goes_on(world: World) -> None:
-    """A hybrid model changes the setting twice in each step, on all ranks."""
-    model = sharded("HYBRID_SHARD")
-    for _ in range(4):
-        set_requires_all_reduce(model, False)
-        model(torch.ones(2, 4)).sum().backward()
-        set_requires_all_reduce(model, True)
-        steps_of(model)
-
-
 @pytest.mark.req("D-07")
 @on_ranks(4)
 def test_a_replica_may_evaluate_alone_at_any_time(world: World) -> None:

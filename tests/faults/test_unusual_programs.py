@@ -6,15 +6,12 @@ Each takes three steps of SGD in its own way; beside those of
 
 from __future__ import annotations
 
-import copy
 import gc
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,20 +20,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import (
     async_save,
-    clip_grad_norm_,
     fully_shard,
     load,
     no_sync,
     optim_state_dict,
-    save,
-    unshard_params,
 )
-from tests.faults.test_deaths import stop_this_process
 from tests.faults.test_right_programs import quiet
 from tests.support.reference import backward
 from tests.support.sharded import RankCount
@@ -148,46 +140,11 @@ def in_unequal_parts(model: nn.Module, x: Tensor, step: int) -> None:
     backward(loss_of(model, second))
 
 
-def after_an_error(model: nn.Module, x: Tensor, step: int) -> None:
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError
-
-    handle = model.get_submodule("1").register_forward_pre_hook(fail)
-    with suppress(ZeroDivisionError):
-        model(x)
-    handle.remove()
-    backward(loss_of(model, x))
-
-
-def after_an_error_in_backward(model: nn.Module, x: Tensor, step: int) -> None:
-    def fail(_: Tensor) -> None:
-        raise ZeroDivisionError
-
-    leaf = x.clone().requires_grad_()
-    leaf.register_hook(fail)  # type: ignore[no-untyped-call]  # untyped in torch
-    with suppress(ZeroDivisionError):
-        backward(loss_of(model, leaf))
-    model.zero_grad()
-    backward(loss_of(model, x))
-
-
 def in_a_handler(model: nn.Module, x: Tensor, step: int) -> None:
     try:
         raise MemoryError
     except MemoryError:
         backward(loss_of(model, x))
-
-
-def among_modes(model: nn.Module, x: Tensor, step: int) -> None:
-    with torch.inference_mode():
-        model(x)
-    loss = loss_of(model, x)
-    with torch.no_grad():
-        model(2 * x)
-    backward(loss)
-    with torch.inference_mode():
-        model.eval()(x)
-        model.train()
 
 
 def with_state_dicts(model: nn.Module, x: Tensor, step: int) -> None:
@@ -265,9 +222,9 @@ PROGRAMS.update(
     (take.__name__, by_steps(take))
     for take in (
         *(in_another_thread, in_threads_by_turns, in_two_parts, in_unequal_parts),
-        *(after_an_error, after_an_error_in_backward, in_a_handler, among_modes),
-        *(with_state_dicts, in_contexts, recomputed, twice, beside_functional),
-        *(with_hooks_that_leave, swapped_by_data, beside_a_late_barrier),
+        *(in_a_handler, with_state_dicts, in_contexts, recomputed, twice),
+        *(beside_functional, with_hooks_that_leave, swapped_by_data),
+        beside_a_late_barrier,
     )
 )
 
@@ -286,46 +243,6 @@ def a_generator(world: World, folder: Path) -> nn.Module:
     for loss in losses():
         backward(loss)
         time.sleep(LATE * world.rank)
-    return model
-
-
-@program
-def a_closure_and_a_scheduler(world: World, folder: Path) -> nn.Module:
-    model = sharded()
-    optimizer = sgd(model)
-    scheduler = StepLR(optimizer, 10)
-
-    def closure(step: int) -> Any:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch(step, world.rank))
-        backward(loss)
-        return loss
-
-    for step in range(STEPS):
-        optimizer.step(partial(closure, step))
-        scheduler.step()
-        clip_grad_norm_(model, 1e9)
-    return model
-
-
-@program
-def a_deep_copy(world: World, folder: Path) -> nn.Module:
-    model = sharded()
-    other = copy.deepcopy(model)
-    fit(other, world.rank, range(2))
-    fit(model, world.rank)
-    return model
-
-
-@program
-def groups_that_go(world: World, folder: Path) -> nn.Module:
-    for _ in range(2):
-        group = dist.new_group([0, 1])
-        model = sharded(group)
-        fit(model, world.rank)
-        dist.destroy_process_group(group)
-    model = sharded()
-    fit(model, world.rank)
     return model
 
 
@@ -391,66 +308,6 @@ def a_save_in_the_background(world: World, folder: Path) -> nn.Module:
     handle.result()
     model = sharded()
     load(folder / "later", model)
-    return model
-
-
-@program
-def a_signal_that_saves(world: World, folder: Path) -> nn.Module:
-    asked: list[int] = []
-    old = signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
-    model = sharded()
-    fit(model, world.rank)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    while not asked:
-        time.sleep(0.01)
-    signal.signal(signal.SIGUSR1, old)
-    save(folder / "asked", model)
-    model = sharded()
-    load(folder / "asked", model)
-    return model
-
-
-@program
-def a_rank_that_is_stopped(world: World, folder: Path) -> nn.Module:
-    model = sharded()
-    optimizer = fit(model, world.rank, range(1))
-    if world.rank == 1:
-        stop_this_process(5 * LATE)
-    fit(model, world.rank, range(1, STEPS), optimizer)
-    return model
-
-
-@program
-def freezing_by_turns(world: World, folder: Path) -> nn.Module:
-    model = sharded()
-    model[0].requires_grad_(False)
-    backward(loss_of(model, batch(7, world.rank)))
-    model.zero_grad()
-    model[0].requires_grad_(True)
-    fit(model, world.rank)
-    return model
-
-
-@program
-def weights_exchanged_in_a_block(world: World, folder: Path) -> nn.Module:
-    model = sharded()
-    with unshard_params(model):
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
-    fit(model, world.rank)
-    return model
-
-
-@program
-def a_plain_copy_on_one_rank(world: World, folder: Path) -> nn.Module:
-    model = sharded()
-    optimizer = fit(model, world.rank, range(2))
-    values = model.state_dict()
-    if world.rank == 0:
-        other = plain()
-        other.load_state_dict(values)
-        other(batch(0, 0))
-    fit(model, world.rank, range(2, STEPS), optimizer)
     return model
 
 

@@ -1,7 +1,7 @@
 """Steps by ``capture``: one training step a call, with the numbers of eager steps.
 
 On the CPU stand-ins take the place of the GPU and of the graph: a capture runs nothing,
-and a replay runs the step on the inputs' memory. ``tests/gpu/test_capture.py`` has the
+and a replay runs the step on the inputs' memory. ``tests/gpu/test_compiled.py`` has the
 graphs of CUDA.
 """
 

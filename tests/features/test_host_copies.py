@@ -243,8 +243,11 @@ def test_states_pass_through_two_buffers_ahead_of_their_step(world: World) -> No
 @pytest.mark.req("W-04")
 @on_ranks(1)
 def test_the_option_offloads_at_the_first_step(world: World) -> None:
-    """Of a weight of a million elements; a sleep between steps takes nothing away."""
-    plain = nn.Linear(1000, 1000)
+    """Of a weight of a million elements; a sleep between steps takes nothing away.
+
+    The unit is not the layer that owns the weight.
+    """
+    plain = nn.Sequential(nn.Linear(1000, 1000))
     offload = CPUOffload(offload_states=True)
     model = fully_shard(copy.deepcopy(plain), cpu_offload=offload)
     optims = [torch.optim.Adam(m.parameters()) for m in (model, plain)]

@@ -171,6 +171,25 @@ def test_steps_and_marked_methods_run_as_forwards(world: World, how: str) -> Non
     require_equal(weights(sharded), weights(run(fabric("auto", 1), loader())), 2e-6)
 
 
+@on_ranks(2)
+def test_a_loaded_full_state_restores_the_random_states(
+    world: World, tmp_path: Path
+) -> None:
+    """Each rank draws what it would have drawn after the save."""
+    with as_torchrun(world):
+        made = fabric("composable_fsdp", 2)
+        model: Any = seeded(Net)
+        model, optimizer = made.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+        torch.manual_seed(10 + world.rank)
+        state = {"model": model, "optim": optimizer}
+        made.save(tmp_path / "full", state)
+        expected = torch.rand(3)
+        left = made.load(tmp_path / "full", state)
+
+    assert left == {}
+    assert torch.equal(torch.rand(3), expected)
+
+
 def save_and_load(world: World, form: str, path: str) -> dict[str, Any]:
     """Train, save, train on; load into a fresh model, train on, compare."""
     with as_torchrun(world):

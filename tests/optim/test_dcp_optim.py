@@ -31,11 +31,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import composable_fsdp as cf
 from composable_fsdp import (
     FullOptimStateDictConfig,
-    FullyShardedDataParallel,
     ShardingStrategy,
     StateDictType,
     fully_shard,
-    load,
     optim_state_dict,
     optim_state_dict_to_load,
     save,
@@ -46,7 +44,6 @@ from composable_fsdp.features import flat_parameters
 from composable_fsdp.optim import get_full_optim_state
 from composable_fsdp.optim.save import local_state_dict
 from composable_fsdp.state_dict import ShardedValue
-from tests.runtime.test_empty_shard_grads import INPUT, once
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
@@ -324,7 +321,7 @@ def steps(
 ) -> None:
     """Train on this rank's inputs."""
     for at in range(first, last):
-        once(world, model, at)
+        backward(loss_of(model, wide_input(4)(at, world.rank)))
         optim.step()
         optim.zero_grad()
 
@@ -360,7 +357,7 @@ def save_own(world: World, folder: Path) -> Any:
     model = fully_shard(nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4)))
     optim = torch.optim.Adam(model.parameters(), lr=0.05)
     for at in range(2):
-        backward(loss_of(model, INPUT(at, world.rank)))
+        backward(loss_of(model, wide_input(4)(at, world.rank)))
         optim.step()
         held = optim.state_dict()["state"]
         assert len(held) == sum(p.numel() > 0 for p in model.parameters()) < 4
@@ -371,7 +368,7 @@ def save_own(world: World, folder: Path) -> Any:
 def load_own(world: World, folder: Path, wanted: Any) -> None:
     model = fully_shard(nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4)))
     optim = torch.optim.Adam(model.parameters(), lr=0.05)
-    backward(loss_of(model, INPUT(0, world.rank)))
+    backward(loss_of(model, wide_input(4)(0, world.rank)))
     optim.step()
     found = {"optim": optim.state_dict()}
     dcp_load(found, checkpoint_id=folder)
@@ -420,44 +417,3 @@ def test_dcp_may_be_imported_after_a_model_was_sharded() -> None:
     """Adagrad has state before its first step, which would give it the hooks."""
     run = partial(subprocess.run, check=True, capture_output=True, text=True)
     assert run([sys.executable, "-c", LATE]).stdout == "ShardedValue\n"
-
-
-FSDP = FullyShardedDataParallel
-
-
-class Single(nn.Module):
-    """One element, so that all ranks but one hold nothing at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([2.0]))
-        self.unused = nn.Parameter(torch.tensor([1.0]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
-@on_ranks(4)
-def test_a_rank_that_holds_nothing_at_all_takes_part(
-    world: World, tmp_path: Path
-) -> None:
-    """And a parameter that no rank has state of has none."""
-    model = FSDP(Single())
-    optim = torch.optim.Adam(model.parameters(), lr=0.1)
-    for _ in range(3):
-        model(torch.ones(1)).sum().backward()
-        optim.step()
-        optim.zero_grad()
-    # Torch steps once where an optimizer has no state; nobody else takes part.
-    there: Any = get_optimizer_state_dict(model, optim)
-    state = optim_state_dict(model, optim)
-    for each in (state, there):
-        assert list(each["state"]) == ["weight"]
-        assert each["state"]["weight"]["step"] == 3
-    average = state["state"]["weight"]["exp_avg"]
-    torch.testing.assert_close(average, torch.tensor([1 - 0.9**3]))
-    save(tmp_path / "saved", model, optim)
-    model(torch.ones(1)).sum().backward()
-    optim.step()
-    load(tmp_path / "saved", model, optim)
-    assert optim_state_dict(model, optim)["state"]["weight"]["step"] == 3

@@ -146,25 +146,6 @@ def test_each_trainable_region_has_one_that_stays_the_same_object(
     assert [id(p) for p in part] == [id(p) for p in first if p is part[0]]
 
 
-def test_the_originals_show_no_gradient_and_lose_theirs_to_the_flat_one(
-    one_rank: World,
-) -> None:
-    """Gradients of before move; those of later backwards go to the flat parameter."""
-    model = fully_shard(tiny_mlp())
-    backward(loss_of(model, x_of(0, 0)))
-    names = [name for name, _ in model.named_parameters()]
-    before = [grad_of(model, name) for name in names]
-
-    (flat,) = flat_parameters(model)
-
-    after = [grad_of(model, name) for name in names]
-    assert all(p.grad is None for p in model.parameters())
-    assert all(map(torch.equal, before, after))
-    assert flat.grad is not None
-    backward(loss_of(model, x_of(1, 0)))
-    assert all(p.grad is None for p in model.parameters())
-
-
 @pytest.mark.parametrize(
     ("who", "set_to_none"), [("optimizer", True), ("model", False), ("unit", True)]
 )
@@ -194,10 +175,13 @@ def test_gradients_by_name_are_read_and_written_in_the_flat_gradient(
 ) -> None:
     """get_full_grad, set_full_grad and unshard_params(with_grads=True)."""
     model = gpt("composable")
-    flats = flat_parameters(model)
     backward(loss_of(model, gpt_input(0, world.rank)))
     name, parameter = next(iter(model.named_parameters()))
     seen = grad_of(model, name)
+    # Gradients of before move to the flat parameters.
+    flats = flat_parameters(model)
+    assert torch.equal(grad_of(model, name), seen)
+    assert all(p.grad is None for p in model.parameters())
     with unshard_params(model, with_grads=True):
         shown = dict(model.named_parameters())[name]
         assert shown.grad is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from composable_fsdp.errors import (
     DesyncError,
 )
 from composable_fsdp.features import find_nonfinite
-from composable_fsdp.storage import open_source
 from tests.parallel.experts import (
     Model,
     Recipe,
@@ -47,7 +45,6 @@ from tests.support.reference import backward
 from tests.support.sharded import message_of
 from tests.support.world import World
 
-_dcp: Any = torch.distributed.checkpoint
 MIXTRAL = Recipe()
 SHARED = Recipe(top=1, shared=True, starved=True)
 
@@ -180,45 +177,6 @@ def test_training_and_state_are_those_of_the_plain_model(
     moments["state"]["layers.7.scale"] = {}
     text = message_of(partial(optim_state_dict_to_load, again, other, moments))
     assert "left over ['layers.7.scale']. Load it into" in text
-
-
-@pytest.mark.req("M-02")
-@on_ranks(4)
-def test_native_checkpoints_go_to_any_mesh(world: World, tmp_path: Path) -> None:
-    """Experts and all else, with moments, each element once; bit by bit."""
-    recipe = SHARED
-    model, plain = pair(recipe, world)
-    optim = train(model, plain, world, steps=1)
-    weights = {k: v.clone() for k, v in model.state_dict().items()}
-    moments = optim_state_dict(model, optim)["state"]
-
-    save(tmp_path / "new", model, optim)
-
-    with open_source(tmp_path / "new") as source:
-        assert {name: info.shape for name, info in source.model.items()} == {
-            name: tuple(value.shape) for name, value in weights.items()
-        }
-        groups = source.param_groups
-        assert groups is not None
-        assert sorted(groups[0]["params"]) == sorted(weights)
-    for ep in (1, 4):
-        again, _ = pair(replace(recipe, ep=ep), world)
-        other = adamw(again)
-        with torch.no_grad():
-            for parameter in again.parameters():
-                parameter.zero_()
-        load(tmp_path / "new", again, other)
-        found = optim_state_dict(again, other)["state"]
-        for name, value in again.state_dict().items():
-            assert torch.equal(value, weights[name]), name
-            for key, moment in moments[name].items():
-                assert torch.equal(found[name][key], moment), (name, key)
-    alone = recipe.plain()
-    save(tmp_path / "again", again, other)
-    load(tmp_path / "again", alone, adamw(alone))
-    for name, value in alone.named_parameters():
-        assert torch.equal(value.detach(), weights[name])
-    load(tmp_path / "again", model, optim)
 
 
 @on_ranks(4)

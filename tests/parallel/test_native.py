@@ -1,4 +1,4 @@
-"""Native checkpoints of tensor-parallel models, to and from every other mesh."""
+"""Checkpoints of tensor-parallel models, to and from every other mesh."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from composable_fsdp import (
-    ShardingStrategy,
     convert,
     describe,
     fully_shard,
@@ -23,19 +27,19 @@ from composable_fsdp import (
     save,
 )
 from composable_fsdp.storage import export_safetensors, open_source
-from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.tools.checkpoint_commands import compare
 from tests.parallel.models import (
     Model,
     Recipe,
+    average,
     batch,
     data_rank,
     loss_of,
     mesh_of,
+    pair,
     sharded,
     whole,
 )
-from tests.parallel.test_state import require_same, trained
 from tests.support.memory import LiveBytes
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
@@ -43,42 +47,6 @@ from tests.support.sharded import message_of
 from tests.support.world import World
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
-
-
-def fresh(world: World, recipe: Recipe, dp: int) -> Trained:
-    """Zeros on another mesh, tensor-parallel (dp > 0), sharded (0) or plain (-1)."""
-    model = recipe.plain()
-    if dp > 0:
-        mesh = mesh_of(world, dp)
-        model = sharded(recipe.parallel(mesh), mesh)
-    elif dp == 0:
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def values_of(recipe: Recipe, found: Trained, dp: int) -> tuple[Any, Any]:
-    """Whole parameters and optimizer state by name, on every rank."""
-    model, optim = found
-    if dp < 0:
-        named = dict(model.named_parameters())
-        weights = {name: value.detach() for name, value in named.items()}
-        return weights, {name: optim.state[value] for name, value in named.items()}
-    names = [name for name, _ in recipe.plain().named_parameters()]
-    weights = {name: get_full_param(model, name) for name in names}
-    return weights, optim_state_dict(model, optim)["state"]
-
-
-def require_equal(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
-    """Bit by bit."""
-    assert found[0].keys() == expected[0].keys()
-    for name, value in expected[0].items():
-        assert torch.equal(found[0][name], value), name
-    require_same(found[1], expected[1])
 
 
 class WithLoose(nn.Module):
@@ -221,27 +189,73 @@ def test_no_rank_holds_a_whole_matrix(world: World, tmp_path: Path) -> None:
         assert torch.equal(get_full_param(model, "weight"), expected)
 
 
+_dcp: Any = torch.distributed.checkpoint
+
+
+def trained(
+    world: World, recipe: Recipe, dp: int
+) -> tuple[Model, torch.optim.Optimizer, Model, torch.optim.Optimizer]:
+    """Both models and their optimizers after two steps, bit by bit the same."""
+    mesh = mesh_of(world, dp)
+    model, plain = pair(recipe, mesh)
+    optims = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
+    for step in range(2):
+        for each in (model, plain):
+            backward(loss_of(each, batch(step, data_rank(mesh))))
+        average(plain, mesh)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    return model, optims[0], plain, optims[1]
+
+
+def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        for key, value in values.items():
+            assert torch.equal(found[name][key], value), (name, key)
+
+
+@pytest.mark.req("M-01")
 @on_ranks(4)
-def test_replicas_of_hybrid_sharding_write_each_element_once(
-    world: World, tmp_path: Path
-) -> None:
-    """A mesh (replicate, shard, tp); the same values on another mesh."""
-    recipe = Recipe(hidden=9, tied=True)
-    mesh = mesh_of(world, 1, replicas=2)
-    model = sharded(recipe.parallel(mesh), mesh, strategy=ShardingStrategy.HYBRID_SHARD)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    backward(loss_of(model, batch(0, data_rank(mesh))))
-    optim.step()
-    expected = values_of(recipe, (model, optim), 1)
+def test_dcp_goes_to_and_from_every_mesh(world: World, tmp_path: Path) -> None:
+    """Model and optimizer, to another mesh, to sharding alone, and to neither."""
+    recipe = Recipe(hidden=9)
+    model, optim, plain, _ = trained(world, recipe, 4)
+    weights = {n: get_full_param(model, n) for n, _ in plain.named_parameters()}
+    states = optim_state_dict(model, optim)["state"]
+    write(model, optim, str(tmp_path))
 
-    save(tmp_path / "new", model, optim)
+    for dp in (2, 0):
+        fresh = recipe.plain()
+        if dp:
+            mesh = mesh_of(world, dp)
+            fresh = sharded(recipe.parallel(mesh), mesh)
+        else:
+            fully_shard(fresh)
+        with torch.no_grad():
+            for parameter in fresh.parameters():
+                parameter.zero_()
+        empty = torch.optim.AdamW(fresh.parameters(), lr=1e-2)
+        read(fresh, empty, str(tmp_path))
+        for name, value in weights.items():
+            assert torch.equal(get_full_param(fresh, name), value), name
+        require_same(optim_state_dict(fresh, empty)["state"], states)
+    alone = recipe.plain()
+    read(alone, torch.optim.AdamW(alone.parameters(), lr=1e-2), str(tmp_path))
+    for name, parameter in alone.named_parameters():
+        assert torch.equal(parameter.detach(), weights[name])
 
-    with NativeSource(tmp_path / "new") as source:
-        manifest = source.manifest
-        loose = sum(each.numel * each.dtype.itemsize for each in manifest.loose)
-        stored = sum(file.payload_nbytes for file in manifest.files) - loose
-    assert stored == 3 * 4 * sum(value.numel() for value in expected[0].values())
-    found = fresh(world, recipe, 4)
-    load(tmp_path / "new", *found)
-    require_equal(values_of(recipe, found, 4), expected)
-    load(tmp_path / "new", model, optim)
+
+def write(model: nn.Module, optim: torch.optim.Optimizer, folder: str) -> None:
+    """Save by torch's functions for state dicts."""
+    values, state = get_state_dict(model, optim)
+    _dcp.save({"model": values, "optim": state}, checkpoint_id=folder)
+    dist.barrier()
+
+
+def read(model: nn.Module, optim: torch.optim.Optimizer, folder: str) -> None:
+    """Load by torch's functions for state dicts."""
+    values, state = get_state_dict(model, optim)
+    _dcp.load({"model": values, "optim": state}, checkpoint_id=folder)
+    set_state_dict(model, optim, model_state_dict=values, optim_state_dict=state)

@@ -31,7 +31,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.tools import measure_activations, replan
 from composable_fsdp.tools.memory import Traffic
-from composable_fsdp.tools.model_commands import fit, smallest_world_size
+from composable_fsdp.tools.model_commands import smallest_world_size
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.planning.trees import Text, linears
@@ -176,35 +176,6 @@ def test_the_smallest_world_size_is_the_smallest() -> None:
 
     assert smallest_world_size(found, 256 * 256 * 4) is None
     assert smallest_world_size(found, 1 << 40) == 1
-
-
-@pytest.mark.req("N-01")
-def test_what_would_make_it_fit_does() -> None:
-    """Each change alone, with its bytes; then the smallest sets that fit."""
-    planned = plan(
-        linears(6, 256),
-        world_size=2,
-        policy=ModuleWrapPolicy({nn.Linear}),
-        strategy=ShardingStrategy.SHARD_GRAD_OP,
-    )
-    found = forecast(planned)
-    low = replan(planned, mixed_precision=LOW)
-
-    enough = fit(found, found.total)
-    single = fit(found, forecast(low).total)
-    several = fit(found, 900_000)
-
-    assert enough["fits"]
-    assert enough["changes"] == []
-    by_text = {change["options"]: change for change in single["changes"]}
-    assert not single["fits"]
-    assert by_text["--param-dtype bfloat16"]["fits"]
-    assert by_text["--strategy full-shard"]["bytes"] < found.total
-    assert not any(" --" in text for text in by_text)
-    sets = [each for each in several["changes"] if " --" in each["options"]]
-    assert sets
-    assert all(each["fits"] and each["bytes"] <= 900_000 for each in sets)
-    assert sets[0]["options"].endswith("--param-dtype bfloat16 --cpu-offload")
 
 
 class Work(nn.Module):

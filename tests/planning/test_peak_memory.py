@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,9 +25,9 @@ from composable_fsdp import (
 )
 from composable_fsdp.tools.memory import Memory
 from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.planning.trees import Text
 from tests.support.memory import LiveBytes, cuda_order, fake_tensors
 from tests.support.reference import backward
-from tests.support.tiny import TinyBlock
 from tests.support.world import fake_world
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -62,31 +62,13 @@ def unequal() -> Chain:
     return Chain(2048, 1024, 4096, 2048, 512, 3072)
 
 
-class Text(nn.Module):
+def text(*, tied: bool = False) -> Text:
     """A small GPT, whose root holds an embedding and a head."""
-
-    def __init__(self, *, tied: bool = False) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(5000, 1024)
-        self.layers = nn.ModuleList(TinyBlock(1024, 4) for _ in range(3))
-        self.norm = nn.LayerNorm(1024)
-        self.head = nn.Linear(1024, 5000, bias=False)
-        if tied:
-            self.head.weight = self.tokens.weight
-        self.example = torch.zeros(1, 1, dtype=torch.long)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map token ids ``(batch, time)`` to logits."""
-        x = self.tokens(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
-
-
-def text() -> Text:
-    """With a head of its own."""
-    return Text()
+    model: Any = Text(5000, 1024, 3)
+    if tied:
+        model.head.weight = model.tokens.weight
+    model.layers, model.example = model.blocks, torch.zeros(1, 1, dtype=torch.long)
+    return cast(Text, model)
 
 
 class Nested(nn.Module):
@@ -195,7 +177,7 @@ CASES: list[tuple[Callable[[], nn.Module], int, dict[str, Any]]] = [
     (Nested, 8, {"rel": 0.005}),
     (Nested, 8, {"rel": 0.005, "strategy": GRAD_OP, "backward_prefetch": None}),
     (text, 8, {"rel": 0.005, "mixed_precision": LOW}),
-    (partial(Text, tied=True), 8, {"rel": 0.005}),
+    (partial(text, tied=True), 8, {"rel": 0.005}),
 ]
 
 

@@ -51,24 +51,30 @@ def test_hashes_are_exact_at_every_size() -> None:
         assert found[2] != number
 
 
+def snapshot_of(full: Tensor) -> list[Tensor]:
+    """What a unit with this full buffer would remember of it."""
+    region = SimpleNamespace(full=SimpleNamespace(buffer=full))
+    handle: Any = SimpleNamespace(layout=SimpleNamespace(regions=[region]))
+    found = weight_writes.snapshot(handle)
+    assert found is not None
+    return found
+
+
 def test_writes_are_seen_at_every_size() -> None:
     """A changed element, and two exchanged ones, in a copy and in a hash."""
     dtypes = (torch.float32, torch.bfloat16, torch.complex64)
-    for words, dtype in product(around(weight_writes._SMALL), dtypes):
-        full = (torch.arange(8 * words // dtype.itemsize) % 7 + 1).to(dtype)
+    sizes = (*around(1 << 10), *around(weight_writes._SMALL // 4), 1_000_003)
+    for numel, dtype in product(sizes, dtypes):
+        full = (torch.arange(numel) % 7 + 1).to(dtype)
         full[3] = float("nan")
-        region = SimpleNamespace(full=SimpleNamespace(buffer=full))
-        handle: Any = SimpleNamespace(layout=SimpleNamespace(regions=[region]))
-        before, *_ = weight_writes.snapshot(handle) or [full]
-        kept = full.clone()
-        for at in (1, len(full) // 2, len(full) - 1):
-            for change, to in ([at], 0), ([at - 1, at], kept[[at, at - 1]]):
-                full[change] = to
-                now, *_ = weight_writes.snapshot(handle) or [full]
-                assert not torch.equal(now, before)
-                full.copy_(kept)
-        now, *_ = weight_writes.snapshot(handle) or [full]
-        assert torch.equal(now, before)
+        before = snapshot_of(full)
+        assert all(map(torch.equal, before, snapshot_of(full)))
+        for at in (1, numel // 2, numel - 1):
+            changed, exchanged = full.clone(), full.clone()
+            changed[at] = 0
+            exchanged[[at - 1, at]] = full[[at, at - 1]]
+            for other in (changed, exchanged):
+                assert not all(map(torch.equal, before, snapshot_of(other)))
 
 
 @on_ranks(2)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from composable_fsdp import (
     CPUOffload,
     ShardingStrategy,
+    get_full_grad,
     no_sync,
 )
 from composable_fsdp.tree.traversal import _get_fsdp_handles
@@ -26,7 +27,6 @@ from tests.support.reference import (
     gradients_of,
     loss_of,
 )
-from tests.support.sharded import own_gradient
 from tests.support.world import World
 
 OFFLOAD = CPUOffload(offload_params=True)
@@ -114,16 +114,9 @@ def accumulate(world: World, strategy: ShardingStrategy, how: str) -> None:
                 backward(loss)
         else:
             backward(loss)
-    gradients = full_gradients(sharded)
 
     assert_at_home(sharded, world)
     for name, value in sums.items():
-        torch.testing.assert_close(gradients[name], value.cpu(), rtol=1e-5, atol=1e-6)
-
-
-def full_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients by name, gathered as if they were the parameters' values."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(own_gradient(parameter))
-    return {name: value.cpu() for name, value in model.state_dict().items()}
+        found = get_full_grad(sharded, name)
+        assert found is not None
+        torch.testing.assert_close(found.cpu(), value.cpu(), rtol=1e-5, atol=1e-6)

@@ -82,13 +82,13 @@ def test_compiled_blocks_are_one_graph(how: Compile, order: str, path: str) -> N
     assert once == (1, int(around))
 
 
-def build(path: str, how: Compile | None, order: str, backend: str) -> nn.Module:
+def build(path: str, how: Compile, order: str, backend: str) -> nn.Module:
     """A sharded GPT, compiled before or after sharding."""
     model = TinyGPT()
-    if how is not None and order == "before":
+    if order == "before":
         how(model, backend)
     sharded = apply_units(model, gpt_units(model), path=path)
-    if how is not None and order == "after":
+    if order == "after":
         how(sharded, backend)
     return sharded
 

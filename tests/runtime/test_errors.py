@@ -65,10 +65,6 @@ def child_of_a_unit(door: Door) -> tuple[nn.Module, Callable[[], object]]:
     return model, lambda: door(model.blocks[0])
 
 
-def container(module: nn.Module) -> Case:
-    return lambda door: (module, lambda: door(module))
-
-
 def tied_across_units(door: Door) -> tuple[nn.Module, Callable[[], object]]:
     """Both places, their ancestor and the way out are named."""
     model = nn.Module()
@@ -96,16 +92,6 @@ def on_mesh(*shape: int, names: tuple[str, ...] | None = None) -> Case:
         return model, lambda: door(model, device_mesh=mesh)
 
     return case
-
-
-def foreign_module(door: Door) -> tuple[nn.Module, Callable[[], object]]:
-    """A policy answers about the tree that it was asked about."""
-    model, other = tiny_mlp(), TinyGPT()
-
-    def foreign(root: nn.Module, ignored: object, kwargs: dict[str, Any]) -> object:
-        return {other.blocks[0]: kwargs}
-
-    return model, lambda: by_policy(door, model, foreign)
 
 
 def fsdp1_below(door: Door) -> tuple[nn.Module, Callable[[], object]]:
@@ -148,11 +134,6 @@ OPPOSITE = ("dimension 0 to replicate", "'dp_shard' and 'dp_replicate'")
 REFUSED: dict[Case, tuple[type[Exception], tuple[str, ...]]] = {
     twice: (CompositionError, ("Sequential", "once", "Leave")),
     child_of_a_unit: (CompositionError, ("TinyBlock", "TinyGPT", "children first")),
-    container(nn.ModuleList([nn.ReLU()])): (ValueError, ("ModuleList", "elements")),
-    container(nn.ModuleDict({"a": nn.ReLU()})): (
-        ValueError,
-        ("ModuleDict", "elements"),
-    ),
     tied_across_units: (ValueError, (*TIED, "tied_params='promote'")),
     tied_to_a_unit: (
         ValueError,
@@ -169,7 +150,6 @@ REFUSED: dict[Case, tuple[type[Exception], tuple[str, ...]]] = {
         ValueError,
         ("dims named 'dp', 'tp'", "pass mesh['dp']", "_flatten('dp_cp')"),
     ),
-    foreign_module: (PlanError, ("TinyBlock", "Sequential", "root.modules()")),
     fsdp1_below: (CompositionError, ("'1'", "FSDP1", "one of the two")),
     fsdp2_itself: (CompositionError, ("(root)", "FSDP2", "one of the two")),
     unlike_settings: (

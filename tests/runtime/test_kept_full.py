@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import ShardingStrategy, fully_shard, no_sync, unshard
-from composable_fsdp.access import set_reshard_after_backward
-from composable_fsdp.comm.collectives import record
-from composable_fsdp.errors import PhaseError
+from composable_fsdp import (
+    ShardingStrategy,
+    fully_shard,
+    get_full_grad,
+    no_sync,
+    reshard,
+    unshard,
+)
+from composable_fsdp.errors import CompositionError, PhaseError, PlanError
 from composable_fsdp.features import flat_parameters
 from composable_fsdp.tree.state import _get_module_fsdp_state
 from tests.support.on_ranks import on_ranks
-from tests.support.reference import backward
+from tests.support.reference import (
+    apply_units,
+    assert_same_training,
+    backward,
+    differences,
+    wide_input,
+)
 from tests.support.world import World
 
 
@@ -40,26 +52,6 @@ def test_an_evaluation_before_the_step_sees_values_that_no_version_shows(
 
     with torch.no_grad():
         assert torch.equal(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
-
-
-@on_ranks(2)
-def test_ranks_agree_that_a_parameter_has_another_storage(world: World) -> None:
-    """A rank with elements sees the address of before, and one without another one."""
-    model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 1))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    set_reshard_after_backward(model, False)
-    for _ in range(2):
-        backward(model(torch.ones(2, 4)).sum())
-    weight: Any = model[0].weight
-    weight.data = torch.from_numpy(weight.data.numpy())
-
-    with record() as calls:
-        backward(model(torch.ones(2, 4)).sum())
-
-    # One for each backward, and one for the forward of the unit that has changed.
-    assert [call.op for call in calls].count("all_gather") == 3
 
 
 def test_a_step_of_a_flat_parameter_makes_a_graph_old(one_rank: World) -> None:
@@ -95,6 +87,33 @@ def test_what_a_graph_has_saved_is_unreadable_while_an_all_gather_writes_it(
     pending.wait()
 
 
+@on_ranks(2)
+def test_a_gradient_of_the_output_of_a_unit_is_differentiated_again(
+    world: World,
+) -> None:
+    """Where the next unit begins, after another forward and backward."""
+    found: list[dict[str, Any]] = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        )
+        names = [name for name, _ in model.named_parameters()]
+        for each in (*model, model) if sharded else ():
+            fully_shard(each)
+        inner: list[Tensor] = []
+        model[0].register_forward_hook(lambda *call, kept=inner: kept.append(call[2]))
+        for _ in range(3):
+            x = torch.linspace(-1, 1, 8).view(2, 4)
+            loss = model(x).square().sum()
+            (grad,) = torch.autograd.grad(loss, inner[-1], create_graph=True)
+            backward(model(x).sum())
+            backward(grad.square().sum())
+        of = get_full_grad if sharded else lambda m, name: m.get_parameter(name).grad
+        found.append({name: of(model, name) for name in names})
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("shown", [False, True])
 def test_a_parameter_frozen_in_backward_gets_no_gradient(
     one_rank: World, shown: bool
@@ -121,3 +140,74 @@ def test_a_parameter_frozen_in_backward_gets_no_gradient(
     (weight, bias), (own_weight, own_bias) = found
     assert weight is own_weight is None
     assert torch.equal(bias, own_bias)
+
+
+# ---- weights in the place of a unit's, and writes to weights ----
+
+WIDTH = 6
+
+
+@pytest.mark.req("P-07")
+@pytest.mark.parametrize("unsharded", [False, True])
+@pytest.mark.parametrize("where", ["root", "unit", "inside"])
+@on_ranks(1, 2)
+def test_functional_call_on_a_unit_is_refused_by_name(
+    world: World, where: str, unsharded: bool
+) -> None:
+    """And leaves the model as it was, with no leaf that was freed."""
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model: Any = apply_units(copy.deepcopy(plain), ["0", "1"])
+    x = torch.ones(2, WIDTH)
+    model(x)
+    if unsharded:
+        unshard(model)
+    called, name = (model, "1.bias") if where == "root" else (model[1], "bias")
+    call = partial(torch.func.functional_call, called, {name: torch.ones(WIDTH)}, (x,))
+
+    hook = model[0].register_forward_hook(lambda *_: call())
+    with pytest.raises((CompositionError, PlanError), match=r"'1.bias'"):
+        model(x) if where == "inside" else call()
+    hook.remove()
+
+    for parameter in model.parameters():
+        assert type(parameter) is nn.Parameter
+        assert parameter.untyped_storage().nbytes() or not parameter.numel()
+    torch.testing.assert_close(model(x), plain(x))
+    reshard(model)
+    assert_same_training(model, plain, [], [], tolerance=0)
+
+
+class MayClamp(nn.Module):
+    """Clips its weight through ``.data``, where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.on = nn.Linear(WIDTH, WIDTH), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.on:
+            self.layer.weight.data.clamp_(-0.2, 0.2)
+        return x + torch.tanh(self.layer(x))
+
+
+@on_ranks(2)
+def test_a_deep_copy_knows_of_writes_through_data(world: World) -> None:
+    """Also if its own first forwards, which compare all values, write nothing."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(MayClamp() for _ in range(3)), nn.Linear(WIDTH, 2))
+    model = apply_units(copy.deepcopy(plain), ("0", "1", "2"))
+    x = wide_input(WIDTH)(0, 0)
+    with torch.no_grad():
+        for _ in range(3):
+            plain(x), model(x)
+        copies = copy.deepcopy(plain), copy.deepcopy(model)
+        for each in copies:
+            for on in (False, False, False, True):
+                for layer in each.children():
+                    if isinstance(layer, MayClamp):
+                        layer.on = on
+                for parameter in each.parameters():
+                    parameter.mul_(2.0)
+                each(x)
+
+    assert differences(copies[1].state_dict(), copies[0].state_dict()) == {}

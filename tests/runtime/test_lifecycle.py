@@ -18,7 +18,6 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.runtime.forward import post_forward, pre_forward
 from composable_fsdp.tree.traversal import _get_fsdp_handles
@@ -32,27 +31,6 @@ from tests.support.reference import (
     gpt_units,
 )
 from tests.support.world import World, fake_world
-
-
-def full_bytes(handle: FlatParamHandle) -> int:
-    cut = [r.full.buffer for r in handle.layout.regions if r.full.is_own]
-    return sum(full.untyped_storage().nbytes() for full in cut)
-
-
-def reduce_bytes(handle: FlatParamHandle) -> int:
-    buffers = [r.reduce.buffer for r in handle.layout.trainable]
-    return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
-
-
-def resting(model: nn.Module) -> bool:
-    """Whether every unit is sharded, idle and without memory of a step."""
-    return all(
-        full_bytes(h) == reduce_bytes(h) == 0
-        and not (h.residency is not Residency.SHARDED or h.calls)
-        and h.phase is Phase.IDLE
-        and all(params[name] is leaf for params, name, leaf, _ in h.swaps)
-        for h in _get_fsdp_handles(model)
-    )
 
 
 @pytest.mark.req("S1-38")
@@ -71,15 +49,12 @@ def test_forward_and_backward_are_functions_on_a_state(world: World) -> None:
     post_forward(state, model, (alias,), y)
     backward(y.sum())
 
-    assert resting(model)
+    require_between_steps(model)
     assert torch.equal(y, module_at(plain, "0")(x.detach()))
     weight = plain.get_parameter("0.weight")
     torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 4))
     for p in module_at(model, "0").parameters():
         assert (p.grad is None) == (not p.numel())
-
-
-# ---- after a backward that raised ----
 
 
 # ---- after a collective that failed ----
@@ -166,6 +141,7 @@ def require_between_steps(model: nn.Module) -> None:
         assert not handle.reduction.has_memory
         for region in handle.layout.regions:
             assert region.full.buffer.untyped_storage().nbytes() == 0
+        assert all(params[name] is leaf for params, name, leaf, _ in handle.swaps)
 
 
 @pytest.mark.req("D-14")

@@ -49,27 +49,18 @@ class Seen(nn.Module):
     scale: Tensor
     count: Tensor
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.register_buffer("scale", torch.full((width,), 1.001))
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.full((8,), 1.001))
         self.register_buffer("count", torch.tensor(3))
         self.met: dict[str, torch.dtype] = {}
-        self.given: list[Tensor] = []
 
-    def forward(self, x: Tensor, *, note: Any = None) -> Tensor:
-        weight = self.linear.weight
-        scale = self.scale
+    def forward(self, x: Tensor) -> Tensor:
+        weight, scale = self.linear.weight, self.scale
         self.met = {"x": x.dtype, "weight": weight.dtype, "scale": scale.dtype}
-        if note is not None:
-            self.met["note"] = note["deep"][0].dtype
         y: Tensor = self.linear(x.to(weight.dtype)) * scale.to(weight.dtype)
         return y
-
-
-def seen(width: int = 8) -> Seen:
-    torch.manual_seed(0)
-    return Seen(width)
 
 
 def fsdp2_weights(world: World) -> tuple[list[float], dict[str, Tensor]]:
@@ -110,7 +101,8 @@ def test_low_precision_compute_trains_as_fsdp2_does(
 @on_ranks(2)
 def test_a_forward_meets_the_dtypes_it_meets_under_fsdp1(world: World) -> None:
     """Input, weight and buffer, and so the output to the bit."""
-    theirs, ours = seen(), seen()
+    theirs = Seen()
+    ours = copy.deepcopy(theirs)
     options: dict[str, Any] = {"param_dtype": BF16, "buffer_dtype": BF16}
     wrapped = TorchFSDP1(
         theirs,

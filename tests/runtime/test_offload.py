@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from composable_fsdp import (
     ShardingStrategy,
     fully_shard,
-    get_full_grad,
 )
 from composable_fsdp.comm.device import Streams
 from composable_fsdp.runtime import offload
@@ -27,7 +25,6 @@ from tests.runtime.offloading import (
     OFFLOAD,
     train_offloaded,
 )
-from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -53,40 +50,6 @@ def test_an_offloaded_gpt_trains_as_the_plain_one(
 ) -> None:
     """Losses and weights are equal, bitwise at one and two ranks; NO_SHARD included."""
     ranks(world_size).run(train_offloaded, path, strategy, tolerance_at(world_size))
-
-
-class Branches(nn.Module):
-    """A unit of two layers, of which a call may run the first alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, *, both: bool) -> Tensor:
-        found: Tensor = self.first(x)
-        return self.second(found) if both else found
-
-
-@pytest.mark.parametrize("calls", [(True, False), (False, True)])
-@on_ranks(2)
-def test_a_backward_keeps_gradients_to_which_it_adds_nothing(
-    world: World, calls: tuple[bool, bool]
-) -> None:
-    """As in the plain model; nor are hooks of these parameters called again."""
-    plain = Branches()
-    model = fully_shard(copy.deepcopy(plain), cpu_offload=OFFLOAD)
-    called: list[Tensor] = []
-    for parameter in (model.second.weight, model.second.bias):
-        parameter.register_post_accumulate_grad_hook(called.append)  # type: ignore[no-untyped-call]  # torch has no types there
-    for both in calls:
-        for each in (model, plain):
-            each(torch.ones(3, 4), both=both).square().sum().backward()
-
-    assert len(called) == 2
-    for name, parameter in plain.named_parameters():
-        assert parameter.grad is not None
-        found = get_full_grad(model, name)
-        torch.testing.assert_close(found, parameter.grad)
 
 
 # ---- copies that take their time --------------------------------------------
@@ -164,25 +127,6 @@ def test_the_host_sees_no_gradient_before_its_copy_is_whole(
     # the first microbatch are what is added to.
     assert at_the_end[0] > 0
     assert seen[0] == []
-
-
-@pytest.mark.req("S1-37")
-@pytest.mark.parametrize("replaced", [True, False])
-def test_sums_join_gradients_of_which_one_is_the_users(
-    one_rank: World, replaced: bool
-) -> None:
-    """The script has replaced or cleared the gradient of a single parameter."""
-    model, plain = units_of(ShardingStrategy.FULL_SHARD)
-    x = wide_input(6)(0, 0)
-    for side in (model, plain):
-        backward(loss_of(side, x))
-        bias: Any = side[1].bias
-        bias.grad = bias.grad.clone() if replaced else None
-        backward(loss_of(side, x))
-
-    expected = gradients(plain)
-    for name, grad in gradients(model).items():
-        torch.testing.assert_close(grad, expected[name])
 
 
 def whole(model: nn.Module, name: str, full: dict[str, Tensor]) -> Tensor:

@@ -23,6 +23,8 @@ from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     adamw,
     apply_units,
+    assert_same_training,
+    averaged_gradients,
     backward,
     loss_of,
     wide_input,
@@ -104,3 +106,22 @@ def test_training_equals_ddp_bit_by_bit(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
         expected = dict(ddp.module.state_dict())
         torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_a_rank_whose_batch_is_empty_takes_part(world: World) -> None:
+    """Its gradients are zeros, which count in the mean."""
+    plain = layers(HIDDEN["uneven"])
+    model = apply_units(copy.deepcopy(plain), UNITS["many"])
+    batches = [wide_input(WIDTH)(0, 0), torch.ones(0, WIDTH)]
+
+    def loss(each: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = each(x).square().sum()
+        return y
+
+    averaged_gradients(plain, batches, loss)
+    backward(loss(model, batches[world.rank]))
+    for each in (plain, model):
+        adamw(each.parameters()).step()
+
+    assert_same_training(model, plain, [], [], tolerance=1e-6)

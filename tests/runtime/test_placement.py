@@ -5,14 +5,16 @@ Other devices than the CPU are played by fake tensors; the GPU tests have real o
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +24,6 @@ from composable_fsdp.comm.meshes import resolve_device
 from composable_fsdp.comm.placements import grid_of
 from composable_fsdp.errors import PlanError
 from composable_fsdp.features.passages.containers import Given
-from tests.runtime.corners import OPEN, WRAPS
 from tests.support.models import TinyGPT
 from tests.support.reference import (
     backward,
@@ -122,22 +123,43 @@ def test_ranks_of_a_node_do_not_meet_on_its_first_gpu(
     assert current[-1] == (expected if bound is None else 0)
 
 
+@dataclass
+class Result:
+    """A dataclass that pytree does not know."""
+
+    value: Tensor
+    note: str = "kept"
+
+
+class ModelOutput(OrderedDict[str, Tensor]):
+    """A dict with attributes, as transformers has."""
+
+
+CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "tensor": (lambda y: y, lambda o: o),
+    "dataclass": (Result, lambda o: o.value),
+    "nested": (lambda y: {"a": [(None, {"b": y})]}, lambda o: o["a"][0][1]["b"]),
+    "output": (lambda y: ModelOutput(logits=y), lambda o: o["logits"]),
+}
+
+
 @pytest.mark.req("B-05")
-@pytest.mark.parametrize("kind", WRAPS)
+@pytest.mark.parametrize("kind", CONTAINERS)
 def test_inputs_are_moved_at_any_depth(kind: str) -> None:
     """A gradient flows back through a move, and the caller's containers come back."""
     x, kept, given = torch.ones(2, requires_grad=True), object(), Given()
-    argument = WRAPS[kind](x)
+    wrap, open_ = CONTAINERS[kind]
+    argument = wrap(x)
     (value, last), kwargs = given.replace(
         ((argument, kept), {"k": x, "n": 3}), methodcaller("to", META)
     )
 
-    assert OPEN[kind](value).is_meta
+    assert open_(value).is_meta
     assert last is kept
     assert kwargs["n"] == 3
     assert kwargs["k"].grad_fn is not None
     given.give_back()
-    assert not OPEN[kind](argument).is_meta
+    assert not open_(argument).is_meta
 
 
 def waits(model: Any) -> None:

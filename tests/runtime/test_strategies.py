@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,14 +24,12 @@ from composable_fsdp.config import HYBRID
 from composable_fsdp.errors import PlanError
 from tests.runtime.traffic import Counts, counts, planned
 from tests.support.models import TinyGPT, module_at
-from tests.support.on_ranks import on_ranks
 from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
     adamw,
     apply_units,
     assert_same_training,
-    backward,
     gpt_input,
     gpt_units,
     tolerance_at,
@@ -213,22 +210,3 @@ def test_ranks_that_do_not_say_who_shares_are_refused(
             fully_shard(model, strategy=ShardingStrategy.HYBRID_SHARD, **given)
     assert [p.shape for p in model.parameters()] == shapes
     assert fully_shard.state(model) is None
-
-
-@pytest.mark.parametrize("name", ["NO_SHARD", "ZERO1", "ZERO2", "HFSDP"])
-@on_ranks(4)
-def test_averaged_weights_swapped_in_are_seen_by_an_evaluation(
-    world: World, name: str
-) -> None:
-    """A write through ``.data`` moves no version: what stays full is gathered again."""
-    form = "mesh" if name == "HFSDP" else "default"
-    plain, model = tiny_mlp(), tiny_mlp()
-    strategy = ShardingStrategy[name]
-    fully_shard(model, strategy=strategy, **ranks_of(form, (2, 2)))
-    x = torch.ones(2, 8)
-    for _ in range(2):
-        backward(model(x).sum())
-    with torch.no_grad():
-        for parameter in (*plain.parameters(), *model.parameters()):
-            parameter.data.fill_(0.5)
-        assert torch.equal(model(x), plain(x))

@@ -445,6 +445,34 @@ def test_nodes_of_leaves_are_on_the_stream_of_the_forward() -> None:
         assert streams_of(model) == {(third,)}
 
 
+def test_a_unit_on_a_stream_of_its_own_ends_there() -> None:
+    """By a node of its own: the one of its input is on the stream of the unit before,
+    which waits for the gradient of the input, and not for a later reader of weights."""
+    with watched() as order:
+        model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        side, took = FakeStream(order, "side"), list[bool]()
+        last: list[Tensor] = []
+
+        def forward(x: Tensor) -> Tensor:
+            x = model[1](model[0](x))
+            side.wait_stream(order.compute)
+            with order.on(side):
+                x = model[2](x)
+            order.compute.wait_stream(side)
+            return x
+
+        model.forward = forward
+        units(order, model, *model)
+        for layer in model:
+            layer.register_forward_pre_hook(
+                lambda _, args: took.append(any(args[0] is each for each in last))
+            )
+            layer.register_forward_hook(lambda *call: last.append(call[-1]))
+        backward(model(torch.ones(2, 4)).sum())
+        # As it is, and an alias with a node.
+        assert took[1:] == [True, False]
+
+
 @pytest.mark.req("M-07")
 def test_gradients_belong_to_the_stream_of_the_forward(
     monkeypatch: pytest.MonkeyPatch,

@@ -38,6 +38,7 @@ from composable_fsdp import (
     optim_state_dict,
     set_state_dict_type,
     state_dict_type,
+    unshard,
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.fsdp2 import fully_shard as fsdp2_fully_shard
@@ -48,7 +49,6 @@ from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import (
     PATHS,
-    STRATEGIES,
     adamw,
     apply_units,
     differences,
@@ -87,11 +87,12 @@ class Payload(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ba
         return func(*args, **(kwargs or {}))
 
 
-def save_sending_nothing(state: dict[str, Any], folder: Path) -> None:
-    """``dcp.save``; no rank may send a number."""
+def save_sending_nothing(state: dict[str, Any], folder: Path) -> Any:
+    """``dcp.save``, whose metadata it returns; no rank may send a number."""
     with Payload() as mode:
-        dcp_save(state, checkpoint_id=folder)
+        metadata = dcp_save(state, checkpoint_id=folder)
     assert mode.sent == []
+    return metadata
 
 
 def load_sending_nothing(state: dict[str, Any], folder: Path) -> None:
@@ -124,57 +125,23 @@ class Corners(nn.Module):
         return total
 
 
-def corners(path: str, block: Block, seed: int) -> tuple[nn.Module, Any]:
+def corners(
+    path: str,
+    block: Block,
+    seed: int,
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+) -> tuple[nn.Module, Any]:
     model: nn.Module = Corners(seed)
-    if path == "composable":
-        fully_shard(model, block=block)
-    elif path == "wrapper":
-        model = FullyShardedDataParallel(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def save(world: World, path: str, folder: Path, strategy: ShardingStrategy) -> int:
-    """Return the number of elements that the checkpoint has."""
-    options: dict[str, Any] = {"strategy": strategy}
+    mesh = None
     if strategy is ShardingStrategy.HYBRID_SHARD:
-        names = ("replicate", "shard")
-        options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    state = {"model": sharded(gpt(path, seed=3, **options))}
-    with Payload() as mode:
-        metadata: Any = dcp_save(state, checkpoint_id=folder)
-    assert mode.sent == []
-    saved = metadata.state_dict_metadata.values()
-    return sum(chunk.sizes.numel() for each in saved for chunk in each.chunks)
-
-
-def load(world: World, folder: Path) -> None:
-    expected = TinyGPT(seed=3).state_dict()
-    strategies = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
-    for path, strategy in zip(PATHS, strategies, strict=True):
-        model = gpt(path, seed=5, strategy=strategy)
-        state = {"model": sharded(model)}
-        load_sending_nothing(state, folder)
-        with record() as calls:
-            model.load_state_dict(state["model"])
-        assert calls == []
-        assert differences(model.state_dict(), expected) == {}
-
-
-@pytest.mark.req("S1-32", "S1-34")
-@pytest.mark.parametrize(
-    ("strategy", "size"),
-    [*((each, 3) for each in STRATEGIES), (ShardingStrategy.HYBRID_SHARD, 4)],
-    ids=lambda value: getattr(value, "name", None),
-)
-@both_paths
-def test_what_dcp_saved_on_one_path_both_load_at_another_world_size(
-    ranks: RankCount, path: str, strategy: ShardingStrategy, size: int, tmp_path: Path
-) -> None:
-    """Bit by bit; each element is saved once, and no tensor is sent out or in."""
-    written = ranks(size).run(save, path, tmp_path, strategy)
-
-    assert set(written) == {sum(p.numel() for p in TinyGPT().parameters())}
-    ranks(2).run(load, tmp_path)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if path == "composable":
+        fully_shard(model, block=block, strategy=strategy, device_mesh=mesh)
+    elif path == "wrapper":
+        model = FullyShardedDataParallel(
+            model, sharding_strategy=strategy, device_mesh=mesh
+        )
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
 @pytest.mark.req("S1-32")
@@ -342,8 +309,10 @@ def test_a_model_on_meta_is_filled_from_a_checkpoint(
     assert differences(model.state_dict(), source.state_dict()) == {}
 
 
-def save_corners(world: World, path: str, block: Block, folder: Path) -> Any:
-    model, optimizer = corners(path, block, 3)
+def save_corners(
+    world: World, path: str, block: Block, strategy: ShardingStrategy, folder: Path
+) -> Any:
+    model, optimizer = corners(path, block, 3, strategy)
     model(torch.ones(2)).sum().backward()
     optimizer.step()
     with state_dict_type(model, SHARDED):
@@ -351,17 +320,25 @@ def save_corners(world: World, path: str, block: Block, folder: Path) -> Any:
             "model": model.state_dict(),
             "optim": optim_state_dict(model, optimizer),
         }
-    save_sending_nothing(saved, folder)
+    metadata = save_sending_nothing(saved, folder).state_dict_metadata
+    chunks = {n: each.chunks for n, each in metadata.items() if n.startswith("model.")}
+    # Each element is saved once.
+    for name, value in Corners().state_dict().items():
+        found = chunks[f"model.{name}"]
+        assert sum(chunk.sizes.numel() for chunk in found) == value.numel(), name
     return dict(model.state_dict()), optim_state_dict(model, optimizer)["state"]
 
 
 def load_corners(world: World, block: Block, folder: Path, expected: Any) -> None:
-    for path in ("plain", *PATHS):
-        model, optimizer = corners(path, block, 5)
+    cut, copies = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
+    for path, strategy in zip(("plain", *PATHS), (cut, cut, copies), strict=True):
+        model, optimizer = corners(path, block, 5, strategy)
         weights, state = get_state_dict(model, optimizer)
         found: dict[str, Any] = {"model": weights, "optim": state}
         load_sending_nothing(found, folder)
-        model.load_state_dict(found["model"])
+        with record() as calls:
+            model.load_state_dict(found["model"])
+        assert calls == []
         set_optimizer_state_dict(model, optimizer, found["optim"])
 
         assert _same(dict(model.state_dict()), expected[0])
@@ -376,15 +353,27 @@ def load_corners(world: World, block: Block, folder: Path, expected: Any) -> Non
         )
 
 
-@pytest.mark.req("X-28", "S1-14", "S1-32")
+@pytest.mark.req("X-28", "S1-14", "S1-32", "S1-34")
 @pytest.mark.parametrize(
-    ("path", "block"), [("wrapper", Block.ROW), ("composable", Block.ELEMENT)]
+    ("path", "block", "strategy", "size"),
+    [
+        ("wrapper", Block.ROW, ShardingStrategy.FULL_SHARD, 3),
+        ("composable", Block.ELEMENT, ShardingStrategy.SHARD_GRAD_OP, 3),
+        ("composable", Block.ROW, ShardingStrategy.NO_SHARD, 3),
+        ("wrapper", Block.ROW, ShardingStrategy.HYBRID_SHARD, 4),
+    ],
 )
 def test_parameters_of_any_shape_go_through_a_checkpoint(
-    ranks: RankCount, path: str, block: Block, tmp_path: Path
+    ranks: RankCount,
+    path: str,
+    block: Block,
+    strategy: ShardingStrategy,
+    size: int,
+    tmp_path: Path,
 ) -> None:
-    """Without dimensions, without elements, cut inside rows; to any world size."""
-    expected = ranks(3).run(save_corners, path, block, tmp_path)[0]
+    """Without dimensions, without elements, cut inside rows; from either path to both,
+    at another world size, and no tensor is sent."""
+    expected = ranks(size).run(save_corners, path, block, strategy, tmp_path)[0]
 
     for after in (1, 2):
         ranks(after).run(load_corners, block, tmp_path, expected)
@@ -471,3 +460,24 @@ def test_a_state_dict_for_dcp_follows_the_model(world: World, door: str) -> None
     plain.load_state_dict({name: value / 2 for name, value in now.items()})
     assert not torch.equal(before, halved)
     assert torch.allclose(halved, plain(gpt_input(1, 0)), atol=1e-6)
+
+
+@pytest.mark.parametrize("by", ["dcp", "operator", "local"])
+@on_ranks(3)
+def test_a_write_to_the_values_of_a_unit_that_is_kept_full_is_no_silent_loss(
+    world: World, tmp_path: Path, by: str
+) -> None:
+    """Rank 2 holds no element of the layer, and refuses with the others."""
+    model = fully_shard(nn.Linear(2, 2, bias=False))
+    values: dict[str, Any] = get_model_state_dict(model)
+    dcp_save(values, checkpoint_id=tmp_path)
+    unshard(model)
+    if by == "dcp":
+        dcp_load(values, checkpoint_id=tmp_path)
+    for value in values.values() if by != "dcp" else ():
+        (value if by == "operator" else value.local).mul_(2)
+    if by != "local" or values["weight"].local.numel():
+        assert "were written to" in message_of(lambda: model(torch.ones(1, 2)))
+    model.load_state_dict(values)
+    full = model.state_dict()["weight"]
+    torch.testing.assert_close(model(torch.ones(1, 2)), full.sum(1)[None])

@@ -1,4 +1,4 @@
-"""Claims on asynchronous saves: values of the call, one outcome, one copy in memory."""
+"""Asynchronous saves, and replicas that divide the bytes of a save."""
 
 from __future__ import annotations
 
@@ -6,26 +6,39 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from composable_fsdp import CustomPolicy, async_save, load, plan, save
+from composable_fsdp import (
+    CustomPolicy,
+    LoadOptions,
+    ShardingStrategy,
+    async_save,
+    load,
+    plan,
+    save,
+    verify,
+)
 from composable_fsdp.comm.meshes import private_group
 from composable_fsdp.naming import size_text
 from composable_fsdp.storage import (
     free_save_memory,
-    open_source,
+    part,
     remove_stale,
+    save_parts,
     writer,
 )
 from composable_fsdp.storage import save as saving
 from composable_fsdp.storage import save as snapshot
 from composable_fsdp.storage.commit import newest_in
+from composable_fsdp.storage.contents import contents_of
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.tools.plan_report import report_of, text_of
 from composable_fsdp.tools.sharding_plan import forecast
@@ -238,47 +251,6 @@ def test_the_memory_is_one_copy_and_the_plan_tells_it(
     assert f"async_save holds {size_text(told)} of host memory per rank." in lines
 
 
-class Odd(nn.Module):
-    """Tensors whose memory is not what they represent, and of every size of element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turned = nn.Parameter(torch.arange(6.0).view(2, 3).t())
-        self.short = nn.Parameter(torch.arange(5.0).bfloat16())
-        wave = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
-        self.register_buffer("conjugate", wave.conj())
-        self.register_buffer("negated", wave.conj().imag)
-        self.register_buffer("few", torch.arange(100.0)[::7])
-        self.register_buffer("flags", torch.tensor([True, False, True]))
-        self.register_buffer("count", torch.tensor(3))
-        self.register_buffer("small", torch.tensor([1.5, -2.0]).to(torch.float8_e5m2))
-        self.register_buffer("none", torch.empty(0, 4))
-
-
-@pytest.mark.req("K-06")
-def test_tensors_are_copied_by_value_whatever_their_memory_is(tmp_path: Path) -> None:
-    """Lazy conjugates, strides, empty tensors and one-byte elements come back."""
-    model = Odd()
-    expected = {k: v.clone() for k, v in model.state_dict().items()}
-
-    future = async_save(tmp_path / "run", model)
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.zero_()
-    future.result()
-
-    with open_source(tmp_path / "run") as source:
-        for name, value in expected.items():
-            found = source.read_model(name, 0, value.numel()).view(value.shape)
-            assert torch.equal(bits(found), bits(value)), name
-
-
-def bits(value: Tensor) -> Tensor:
-    """The bytes of the values."""
-    plain = value.resolve_conj().resolve_neg().contiguous().flatten()
-    return plain.view(torch.uint8)
-
-
 @pytest.mark.req("K-06")
 def test_memory_is_freed_with_the_module(tmp_path: Path) -> None:
     """The package keeps neither the module nor the copy of its values alive."""
@@ -295,3 +267,113 @@ def test_memory_is_freed_with_the_module(tmp_path: Path) -> None:
 
     assert alive() is None
     assert held() is None
+
+
+@contextmanager
+def small_parts(nbytes: int = 16) -> Iterator[None]:
+    """Divide even small shards, and tensors in no unit."""
+    with (
+        mock.patch.object(save_parts, "SMALLEST_PART", nbytes),
+        mock.patch.object(part, "SMALL", nbytes),
+    ):
+        yield
+
+
+def hybrid(replicas: int, shards: int) -> Any:
+    """A mesh of so many replicas of so many shards."""
+    return torch.distributed.device_mesh.init_device_mesh(
+        "cpu", (replicas, shards), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def options_of(mesh: tuple[int, int]) -> dict[str, Any]:
+    """The options of a model on a mesh; with a single shard, those of ``NO_SHARD``."""
+    if mesh[1] == 1:
+        return {"strategy": ShardingStrategy.NO_SHARD}
+    return {"device_mesh": hybrid(*mesh)}
+
+
+def check_save(world: World, folder: Path, mesh: tuple[int, int]) -> list[Any]:
+    with small_parts():
+        model = make("composable", **options_of(mesh))
+        optimizer = optimizer_of(model)
+        for at in range(2):
+            step(model, optimizer, at)
+        save(folder / "step-1", model, optimizer)
+        async_save(folder / "step-2", model, optimizer).result()
+    return [everything(model, optimizer), free_save_memory(model)]
+
+
+def check_load(world: World, name: Path, expected: Any) -> bool:
+    model = make("wrapper", seed=5)
+    optimizer = optimizer_of(model)
+    load(name, model, optimizer, options=LoadOptions(rng=False))
+    return same(everything(model, optimizer), expected)
+
+
+MESHES = [(2, 2), (3, 1)]
+
+
+@pytest.mark.few(1)
+@pytest.mark.req("K-05", "S3-06")
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_replicas_divide_the_bytes_and_any_world_reads_them(
+    ranks: RankCount, tmp_path: Path, mesh: tuple[int, int]
+) -> None:
+    """Both saves come back on one to three ranks, and no rank writes the most of it."""
+    found = ranks(mesh[0] * mesh[1]).run(check_save, tmp_path, mesh)
+    expected = found[0][0]
+
+    assert all(same(saved, expected) for saved, _ in found)
+    for name in ("step-1", "step-2"):
+        assert verify(tmp_path / name)
+        with NativeSource(tmp_path / name) as source:
+            sizes = [file.payload_nbytes for file in source.manifest.files]
+            tensors = source.manifest.tensors
+            writers = {len({at.file for at in each.parts}) for each in tensors}
+        # Random states are on every rank: 20 KiB.
+        own = [size - 20_000 for size in sizes]
+        assert max(own) < 1.25 * min(own)
+        # Large parameters are cut.
+        assert mesh[0] * mesh[1] in writers
+    for world_size, name in ((1, "step-1"), (2, "step-2"), (3, "step-1")):
+        again = ranks(world_size).run(check_load, tmp_path / name, expected)
+        assert again == [True] * world_size
+
+
+def check_plain(world: World, folder: Path) -> list[Any]:
+    model = make("plain")
+    optimizer = optimizer_of(model)
+    with small_parts():
+        step(model, optimizer, 0)
+        save(folder / "run", model, optimizer)
+        with torch.no_grad():
+            model.get_parameter("scale").add_(world.rank)
+        text = message_of(lambda: save(folder / "unequal", model, optimizer))
+        with torch.no_grad():
+            model.get_parameter("scale").sub_(world.rank)
+    return [everything(model, optimizer), text]
+
+
+@pytest.mark.req("K-01", "K-05")
+def test_large_parameters_in_no_unit_are_divided(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """In the order of the model; values that differ are refused as ever."""
+    found = ranks(2).run(check_plain, tmp_path)
+
+    expected, text = found[0]
+    assert "'scale'" in text
+    with NativeSource(tmp_path / "run") as source:
+        tensors = source.manifest.tensors
+        sizes = [file.payload_nbytes for file in source.manifest.files]
+    buffers = [each for each in tensors if each.fqns == ("seen",)]
+    assert [each.parts[0].file for each in buffers] == [0]
+    assert [each.fqns for each in tensors] == expected_names()
+    assert max(sizes) < 1.3 * min(sizes)
+    assert ranks(2).run(check_load, tmp_path / "run", expected) == [True] * 2
+
+
+def expected_names() -> list[tuple[str, ...]]:
+    """The names of a plain model's tensors as one rank saves them."""
+    return [held.names for held in contents_of(make("plain"), "save").tensors]

@@ -1,10 +1,12 @@
-"""Claims on saves and loads that fail, or meet another job: one outcome everywhere."""
+"""Saves and loads that fail, and damaged checkpoints: one outcome on all ranks."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,10 +17,11 @@ from unittest import mock
 import pytest
 import torch
 
-from composable_fsdp import SaveOptions, async_save, checkpoints, load, save
+from composable_fsdp import SaveOptions, async_save, checkpoints, load, save, verify
 from composable_fsdp.comm import agreement
 from composable_fsdp.comm.meshes import private_group
-from composable_fsdp.storage import export_safetensors
+from composable_fsdp.storage import export_safetensors, open_source
+from composable_fsdp.storage.manifest import Span
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy
 from tests.storage.training import everything, make, optimizer_of, same, step
@@ -241,3 +244,125 @@ def test_a_wrong_argument_on_one_rank_is_raised_on_all(
         assert text.startswith("TypeError: On rank 1: ")
         assert expected.removeprefix("async: ") in text
     assert sorted(os.listdir(tmp_path)) == ["after", "good"]
+
+
+def save_once(world: World, folder: Path) -> None:
+    model = make("composable")
+    optimizer = optimizer_of(model)
+    step(model, optimizer, 0)
+    save(folder / "run", model, optimizer, {"note": "x"})
+
+
+def load_damaged(world: World, folder: Path) -> dict[str, str]:
+    model = make("wrapper", seed=2)
+    optimizer = optimizer_of(model)
+    step(model, optimizer, 3)
+    texts = {}
+    for name in BREAK:
+        torch.manual_seed(5)
+        before, random = everything(model, optimizer), torch.get_rng_state()
+        texts[name] = message_of(partial(load, folder / name / "run", model, optimizer))
+        assert same(everything(model, optimizer), before)
+        assert torch.equal(torch.get_rng_state(), random)
+    return texts
+
+
+def flip(file: Path, at: int) -> None:
+    """Turn one bit of byte ``at``."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def put_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def put_link(file: Path) -> None:
+    file.rename(file.with_name("elsewhere"))
+    file.symlink_to("elsewhere")
+
+
+SHARD = "rank00001.safetensors"
+BREAK: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (
+        lambda run: os.truncate(run / SHARD, 2000),
+        f"{SHARD} has 2000 bytes",
+    ),
+    "missing": (lambda run: (run / SHARD).unlink(), f"{SHARD} cannot be opened"),
+    "empty manifest": (
+        lambda run: os.truncate(run / "manifest.json", 0),
+        "manifest.json (0 bytes) has another checksum",
+    ),
+    "no manifest": (
+        lambda run: (run / "manifest.json").unlink(),
+        "holds rank00000.safetensors",
+    ),
+    "a link": (lambda run: put_link(run / SHARD), f"{SHARD} cannot be opened"),
+    "a pipe": (
+        lambda run: put_pipe(run / SHARD),
+        f"{SHARD} is no regular file",
+    ),
+    "flipped in the manifest": (
+        lambda run: flip(run / "manifest.json", 300),
+        "has another checksum than it says",
+    ),
+    "flipped in the manifest's checksum": (
+        lambda run: flip(run / "manifest.json", 12),
+        "has another checksum than it says",
+    ),
+    "flipped in the header": (
+        lambda run: flip(run / SHARD, 40),
+        f"{SHARD}: the header has another checksum",
+    ),
+}
+
+
+@pytest.mark.req("X-18", "X-19")
+def test_a_damaged_checkpoint_is_refused_before_anything_changes(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """The same error on every rank names the file; model, optimizer and random state
+    stay; ``verify`` says the same."""
+    ranks(2).run(save_once, tmp_path)
+    for name, (damage, _) in BREAK.items():
+        shutil.copytree(tmp_path / "run", tmp_path / "damaged" / name / "run")
+        damage(tmp_path / "damaged" / name / "run")
+
+    first, second = ranks(2).run(load_damaged, tmp_path / "damaged")
+
+    assert first == second
+    for name, (_, expected) in BREAK.items():
+        assert first[name].startswith("CheckpointError: ")
+        assert expected in first[name]
+        found = verify(tmp_path / "damaged" / name / "run")
+        assert not found
+        assert "manifest" in name or expected in str(found)
+
+
+@pytest.mark.req("X-19")
+def test_a_flipped_byte_is_reported_with_parameter_and_box(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """In the second row of the second half of a weight; also in its optimizer state."""
+    ranks(2).run(save_once, tmp_path)
+    with NativeSource(tmp_path / "run") as source:
+        runs = source._runs("gpt.blocks.0.down.weight", None, Span(0, 256))
+        file = tmp_path / "run" / source.manifest.files[runs[-1].file].name
+        header = source.manifest.files[runs[-1].file].header_nbytes
+    flip(file, header + runs[-1].begin + 5)
+
+    with open_source(tmp_path) as damaged:
+        text = message_of(
+            lambda: damaged.read_model("gpt.blocks.0.down.weight", 0, 256)
+        )
+
+    assert f"{file}: bytes 0 to " in text
+    assert "have another checksum than the manifest says" in text
+    assert re.search(
+        r"'gpt\.blocks\.0\.down\.weight' \[offsets \(\d, \d+\) sizes", text
+    )
+    assert re.search(r" and \d+ more\. It was read for", text)
+    (problem,) = verify(tmp_path / "run").problems
+    assert re.search(r"they hold .* and \d+ more\. Use another", problem)

@@ -168,37 +168,53 @@ def test_every_call_takes_a_url(url: str) -> None:
     assert remove_stale(url, dry_run=True) == []
 
 
-@pytest.mark.req("K-07", "K-03")
-def test_a_storage_that_fails_at_any_call_leaves_the_old_or_the_new(
-    own: Folder,
+@pytest.mark.parametrize("error", [ConnectionError("gone"), KeyboardInterrupt()])
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.req("K-03", "K-07")
+def test_an_end_at_any_call_to_a_storage_leaves_the_old_or_the_new(
+    own: Folder, error: BaseException, overwrite: bool
 ) -> None:
-    """One CheckpointError, which names the object; the save can be repeated."""
-    model, _ = trained(0)
-    failed = 0
+    """One CheckpointError, or Ctrl-C; files that a marker names are never removed, also
+    after the commit, and the save can be repeated."""
+    own.error, model = error, nn.Linear(3, 3)
+    outcomes = set()
     for number in range(1, 60):
         base = f"own://b{number}"
         save(f"{base}/step-1", model, extra=1)
-        target = f"{base}/step-1"
+        again = partial(save, f"{base}/step-{1 if overwrite else 2}", model)
         own.calls, own.fails_at = 0, number
-        with warnings.catch_warnings(record=True) as told:
+        options = SaveOptions(overwrite=overwrite, keep=1)
+        with warnings.catch_warnings(record=True) as told, suppress(KeyboardInterrupt):
             warnings.simplefilter("always")
-            again = partial(
-                save, target, model, extra=2, options=SaveOptions(overwrite=True)
-            )
-            text = message_of(again)
+            text = message_of(partial(again, extra=2, options=options))
         was_reached, own.fails_at = own.calls >= number, 0
-        if not was_reached:
-            break
-        # After the commit a failure is a warning, or is not told.
-        committed = text == "nothing was raised"
-        assert committed or text.startswith("CheckpointError: "), text
-        assert load(base, model) == (2 if committed else 1)
-        assert all("committed" in str(each.message) for each in told)
-        failed += not committed
-        save(target, model, extra=3, options=SaveOptions(overwrite=True))
+        found = load(base, model)
+        outcomes.add(found)
+        if isinstance(error, ConnectionError):
+            # After the commit a failure is a warning, or is not told.
+            raised = text.startswith("CheckpointError: ")
+            assert raised == (text != "nothing was raised") == (found == 1), text
+            assert all("committed" in str(each.message) for each in told)
+        again(extra=3, options=SaveOptions(overwrite=True))
         assert load(base, model) == 3
         assert all(each.is_whole for each in checkpoints(base))
-    assert failed > 3
+        if not was_reached:
+            break
+    assert outcomes == {1, 2}
+
+
+def test_an_interrupt_after_the_commit_leaves_the_new(own: Folder) -> None:
+    """The marker is there, and the caller does not know."""
+    put, model = own.put, nn.Linear(3, 3)
+
+    def put_and_press(name: str, data: bytes, *, absent: bool) -> None:
+        put(name, data, absent=absent)
+        if name.endswith("manifest.json"):
+            raise KeyboardInterrupt
+
+    with mock.patch.object(own, "put", put_and_press), pytest.raises(KeyboardInterrupt):
+        save("own://last/step-1", model, extra=5)
+    assert load("own://last", model) == 5
 
 
 def test_of_two_saves_that_overwrite_one_url_the_later_commit_keeps_a_whole_one(
@@ -281,41 +297,6 @@ def test_ranks_save_and_load_at_a_url(world: World, tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path / "runs" / "step-2")) == world.world_size + 1
     text = message_of(lambda: save("memory://runs/step-1", model))
     assert "lies in the memory of a single process" in text
-
-
-@pytest.mark.req("K-03", "K-07")
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_an_interrupt_at_any_call_to_a_storage_leaves_the_old_or_the_new(
-    own: Folder, overwrite: bool
-) -> None:
-    """Files that a marker names are never removed, also after the commit."""
-    own.error, put = KeyboardInterrupt(), own.put
-    model = nn.Linear(3, 3)
-    outcomes = set()
-    for number in range(1, 60):
-        base = f"own://b{number}"
-        target = f"{base}/step-{1 if overwrite else 2}"
-        save(f"{base}/step-1", model, extra=1)
-        own.calls, own.fails_at = 0, number
-        with suppress(KeyboardInterrupt):
-            save(
-                target, model, extra=2, options=SaveOptions(overwrite=overwrite, keep=1)
-            )
-        was_reached, own.fails_at = own.calls >= number, 0
-        outcomes.add(load(base, model))
-        assert all(each.is_whole for each in checkpoints(base))
-        if not was_reached:
-            break
-    assert outcomes == {1, 2}
-
-    def put_and_press(name: str, data: bytes, *, absent: bool) -> None:
-        put(name, data, absent=absent)
-        if name.endswith("manifest.json"):  # it is there, and the caller does not know
-            raise KeyboardInterrupt
-
-    with mock.patch.object(own, "put", put_and_press), pytest.raises(KeyboardInterrupt):
-        save("own://last/step-1", model, extra=5)
-    assert load("own://last", model) == 5
 
 
 @on_ranks(2)

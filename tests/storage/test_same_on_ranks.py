@@ -12,20 +12,16 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
-    SaveOptions,
     ShardingStrategy,
     async_save,
     fully_shard,
-    load,
     save,
     verify,
 )
 from composable_fsdp.comm import collectives
-from composable_fsdp.errors import CheckpointError
-from tests.storage.test_spread import options_of
+from tests.storage.test_async import hybrid, options_of
 from tests.storage.test_wrappers import Half
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount, message_of
@@ -96,6 +92,14 @@ def own_momentum(rank: int) -> Pair:
     return model, optimizer
 
 
+def own_extra_state(rank: int) -> Pair:
+    model = nn.Sequential(nn.Identity(), counting := Counting(2, 2))
+    for each in model.parameters():
+        nn.init.ones_(each)
+    counting.calls = rank
+    return model, None
+
+
 def torch_fsdp1(rank: int) -> Pair:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -148,6 +152,7 @@ CASES: dict[Callable[[int], Pair], str] = {
     equal_options: "option 'lr' of '0.weight' is not the same on all ranks: 1.0 ",
     own_scalars: "Optimizer state 'norm' of 'weight' is",
     own_momentum: "(state 'exp_avg')\", in no unit, is not the same on all ranks",
+    own_extra_state: "The extra state '1._extra_state' is not the same on all ranks: ",
     torch_fsdp1: "(root) was sharded by torch's FullyShardedDataParallel (FSDP1)",
     deepspeed: "'weight' was sharded by DeepSpeed (ZeRO)",
     wrapper_subclass: "not the same on all ranks: absent on rank 0, ",
@@ -269,36 +274,6 @@ def test_buffers_of_other_ranks_are_named_in_the_log(
     assert verify(tmp_path / "own")
 
 
-def save_with_own_extra_states(world: World, folder: Path) -> tuple[str, int]:
-    model = nn.Sequential(nn.Identity(), counting := Counting(2, 2))
-    for each in model.parameters():
-        nn.init.ones_(each)
-    counting.calls = world.rank + 5
-    text = message_of(lambda: save(folder / "own", model))
-    save(folder / "local", model, options=SaveOptions(local=["*._extra_state"]))
-    counting.calls = 0
-    load(folder / "local", model)
-    return text, counting.calls
-
-
-@pytest.mark.req("K-01")
-def test_an_extra_state_that_differs_is_refused_or_saved_per_rank(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """As a parameter in no unit; all ranks got the state of rank 0, with a warning."""
-    (text, first), (other, second) = ranks(2).run(save_with_own_extra_states, tmp_path)
-
-    assert text == other
-    assert (
-        "The extra state '1._extra_state' is not the same on all ranks: other "
-        "values on rank 1 than on rank 0"
-    ) in text
-    assert "once, and nothing was written. Let get_extra_state" in text
-    assert "local=['1._extra_state']" in text
-    assert not (tmp_path / "own").exists()
-    assert (first, second) == (5, 6)
-
-
 @on_ranks(2)
 def test_a_rank_with_another_path_is_named_in_the_log(
     world: World, tmp_path: Path
@@ -327,49 +302,35 @@ def test_a_save_after_the_process_group_is_gone_says_so(
     assert "before destroy_process_group" in text
 
 
-def model_of(strategy: str, check_weights: str) -> nn.Module:
+def saved(
+    world: World, strategy: str, check_weights: Any, how: str, path: Path
+) -> tuple[str, list[str]]:
+    """The error and the warnings of a save where the last replica has other values."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    options: dict[str, Any] = {
-        "strategy": ShardingStrategy[strategy],
-        "check_weights": check_weights,
-    }
-    if strategy == "HYBRID_SHARD":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
-        options["device_mesh"] = mesh
-    fully_shard(model[0], **options)
-    return fully_shard(model, **options)
-
-
-def diverge(world: World, model: nn.Module, how: str) -> None:
-    """Let the last replica have other values of the last layer."""
-    x = torch.ones(2, 8) * (world.rank + 1)
-    model(x).sum().backward()
+    for each in (model[0], model):
+        fully_shard(
+            each,
+            strategy=ShardingStrategy[strategy],
+            check_weights=check_weights,
+            device_mesh=hybrid(2, 2) if strategy == "HYBRID_SHARD" else None,
+        )
+    model(torch.ones(2, 8) * (world.rank + 1)).sum().backward()
     last = world.rank >= world.world_size // 2
-    if how == "data" and last:
-        model.get_parameter("2.weight").data.add_(1.0)
-    elif how == "step":
+    if how == "step":
         torch.optim.SGD(model.parameters(), lr=0.1 + last).step()
-
-
-def saved(
-    world: World, strategy: str, check_weights: str, how: str, path: Path
-) -> tuple[str, list[str]]:
-    """Return the error and the warnings of a save."""
-    model = model_of(strategy, check_weights)
-    diverge(world, model, how)
-    error = ""
+    elif last:
+        model.get_parameter("2.weight").data.add_(1.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        try:
-            if how != "step":
-                save(path, model)
-            else:
-                async_save(path, model).result()
-        except CheckpointError as raised:
-            error = str(raised)
+        error = message_of(
+            lambda: (
+                async_save(path, model).result() if how == "step" else save(path, model)
+            )
+        )
     assert {each.filename for each in caught} <= {__file__}  # the line of the caller
-    return error, [str(each.message) for each in caught]
+    told = [str(each.message) for each in caught]
+    return error, [text for text in told if text.startswith("Replicas differ")]
 
 
 @pytest.mark.req("X-13")
@@ -384,17 +345,12 @@ def test_replicas_that_differ_are_warned_of(
     ranks: RankCount, tmp_path: Path, strategy: str, size: int, who: str, how: str
 ) -> None:
     """Once, on rank 0, with the first parameter and the ranks."""
-    run = saved, strategy, "warn", how, tmp_path / "saved"
-    found = ranks(size).run(*run)
+    found = ranks(size).run(saved, strategy, "warn", how, tmp_path / "saved")
 
-    assert [error for error, _ in found] == [""] * size
-    first, *others = [
-        [text for text in texts if text.startswith("Replicas differ")]
-        for _, texts in found
-    ]
+    assert {error for error, _ in found} == {"nothing was raised"}
+    (first,), *others = [texts for _, texts in found]
     name = "'2.weight'" if how == "data" else "'2.weight' (and 3 more parameters)"
-    assert len(first) == 1
-    assert f"parameter {name} has other values {who}" in first[0]
+    assert f"parameter {name} has other values {who}" in first
     assert not any(others)
 
 
@@ -404,12 +360,12 @@ def test_replicas_that_differ_are_refused_or_ignored_as_told(
 ) -> None:
     """All ranks raise alike, and nothing is written."""
     path = tmp_path / "saved"
+    words = "CheckpointError: Replicas differ: parameter '2.weight' has other"
     for error, texts in ranks(2).run(saved, "NO_SHARD", "error", "data", path):
-        assert error.startswith("Replicas differ: parameter '2.weight' has other")
+        assert error.startswith(words)
         assert "nothing was written" in error
         assert not texts
     assert not (path / "manifest.json").exists()
-    for error, texts in ranks(2).run(saved, "NO_SHARD", "off", "data", path):
-        assert not error
-        assert not texts
+    unchecked = ranks(2).run(saved, "NO_SHARD", "off", "data", path)
+    assert unchecked == [("nothing was raised", [])] * 2
     assert path.exists()

@@ -1,4 +1,4 @@
-"""The command ``plan``: a table that adds up, a verdict, pictures, and errors."""
+"""The commands ``plan`` and ``simulate``: reports that add up, verdicts, and errors."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from tests.support.scripts import Run
 
 
 @pytest.fixture
-def run(run: Run) -> Run:
+def run_plan(run: Run) -> Run:
     """Call ``plan``: status, standard output and standard error."""
     return partial(run, "plan")
 
 
-def report_of(run: Run, *arguments: object) -> dict[str, Any]:
+def report_of(run_plan: Run, *arguments: object) -> dict[str, Any]:
     """The object that ``--json`` prints."""
-    _, out, err = run(*arguments, "--json")
+    _, out, err = run_plan(*arguments, "--json")
     assert err == ""
     found: dict[str, Any] = json.loads(out)
     return found
 
 
 @pytest.mark.req("N-01", "U-08")
-def test_the_numbers_are_those_of_plan_and_add_up(run: Run, script: str) -> None:
+def test_the_numbers_are_those_of_plan_and_add_up(run_plan: Run, script: str) -> None:
     """Rows to totals, kinds to the peak, and both to the plan in Python."""
     found = report_of(
-        run,
+        run_plan,
         f"{script}:Net",
         *("--world-size", 6, "--param-dtype", "bfloat16", "--batch", "2x16"),
         *("--gpu-memory", "1GiB"),
@@ -68,24 +68,30 @@ def test_the_numbers_are_those_of_plan_and_add_up(run: Run, script: str) -> None
 
 
 @pytest.mark.req("N-01", "U-08")
-def test_the_exit_status_says_whether_it_fits(run: Run, script: str) -> None:
+def test_the_exit_status_says_whether_it_fits(run_plan: Run, script: str) -> None:
     """0 and 1, with what would make it fit; each suggestion, taken, fits."""
-    fits, out, _ = run(f"{script}:Net", "--gpu-memory", "1GiB")
+    fits, out, _ = run_plan(f"{script}:Net", "--gpu-memory", "1GiB")
     assert fits == 0
     assert "fits without activations: " in out
     assert "smallest world size that fits is 1." in out
 
-    does_not, out, err = run(f"{script}:Net", "--gpu-memory", "1000KiB")
+    does_not, out, err = run_plan(f"{script}:Net", "--gpu-memory", "1000KiB")
     assert (does_not, err) == (1, "")
     assert "does not fit" in out
     suggested = re.findall(r", fits: (--.*)$", out, re.MULTILINE)
     assert suggested
     for each in suggested:
-        status, _, _ = run(f"{script}:Net", "--gpu-memory", "1000KiB", *each.split(" "))
+        status, _, _ = run_plan(
+            f"{script}:Net", "--gpu-memory", "1000KiB", *each.split(" ")
+        )
         assert status == 0
+    # Of several changes together only sets that fit.
+    many = f"{script}:Net", "--strategy", "zero2", "--gpu-memory", "500KiB"
+    changes = report_of(run_plan, *many)["fit"]["changes"]
+    assert {each["fits"] for each in changes if " --" in each["options"]} == {True}
 
     placed = "--placement", "gradients=shard,states=shard"
-    _, out, _ = run(f"{script}:Net", "--gpu-memory", "1000KiB", *placed)
+    _, out, _ = run_plan(f"{script}:Net", "--gpu-memory", "1000KiB", *placed)
     assert ": --strategy full-shard, without --placement" in out
 
 
@@ -94,7 +100,7 @@ def test_the_exit_status_says_whether_it_fits(run: Run, script: str) -> None:
 @pytest.mark.req("N-01")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_family_of_text_is_planned_with_a_batch(
-    run: Run, tmp_path: Path, name: str
+    run_plan: Run, tmp_path: Path, name: str
 ) -> None:
     """Token ids, labels, experts in float32; images and sound say the way out."""
     model: Any = ARCHITECTURES[name]().model
@@ -102,12 +108,12 @@ def test_every_family_of_text_is_planned_with_a_batch(
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
     given = (tmp_path, "--batch", "2x8", "--world-size", 2)
     if name in ("vit", "whisper", "clip"):
-        status, out, err = run(*given)
+        status, out, err = run_plan(*given)
         assert (status, out) == (2, "")
         assert re.search("makes token ids and no (pixel_val|input_feat).*MODULE:F", err)
         return
 
-    found = report_of(run, *given)
+    found = report_of(run_plan, *given)
 
     kinds = found["peak"]["kinds"]
     assert found["peak"]["activations_of"] == "2x8"
@@ -116,10 +122,12 @@ def test_every_family_of_text_is_planned_with_a_batch(
 
 
 @pytest.mark.req("N-01")
-def test_classes_that_repeat_are_units_wherever_they_are(run: Run, script: str) -> None:
+def test_classes_that_repeat_are_units_wherever_they_are(
+    run_plan: Run, script: str
+) -> None:
     """Blocks in a sequence or under names of their own; layers, if there are none."""
-    blocks = report_of(run, f"{script}:in_sequence")
-    layers = report_of(run, f"{script}:plain_layers")
+    blocks = report_of(run_plan, f"{script}:in_sequence")
+    layers = report_of(run_plan, f"{script}:plain_layers")
 
     assert [row["unit"] for row in blocks["rows"]] == ["(root)", "1.0-1", "last"]
     assert blocks["model"]["units_from"].startswith("3 Block (classes that")
@@ -128,13 +136,13 @@ def test_classes_that_repeat_are_units_wherever_they_are(run: Run, script: str) 
 
 @pytest.mark.req("N-03")
 def test_the_picture_is_the_memory_of_a_step(
-    run: Run, script: str, tmp_path: Path
+    run_plan: Run, script: str, tmp_path: Path
 ) -> None:
     """Each kind of memory, the phases and the GPU; only pictures are overwritten."""
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.svg"
     plan = (f"{script}:Net", "--world-size", 20, "--gpu-memory", "1600KiB")
-    found = report_of(run, *plan, "--plot", path)
+    found = report_of(run_plan, *plan, "--plot", path)
     drawn = path.read_text()
 
     assert found["plot"] == str(path)
@@ -147,7 +155,7 @@ def test_the_picture_is_the_memory_of_a_step(
     assert f"peak {size_text(found['peak']['bytes'])}" in drawn
     assert "a GPU has 1.56 MiB" in drawn
 
-    status, _, err = run(f"{script}:Net", "--plot", script)
+    status, _, err = run_plan(f"{script}:Net", "--plot", script)
     assert status == 2
     assert "Format 'py' is not supported" in err
 
@@ -177,19 +185,21 @@ def test_the_picture_is_the_memory_of_a_step(
     ],
 )
 def test_a_wrong_command_is_status_two_and_a_way_out(
-    run: Run, script: str, target: str, message: str
+    run_plan: Run, script: str, target: str, message: str
 ) -> None:
     """One message on standard error; nothing on standard output."""
     name, *options = target.split(" ")
 
-    status, out, err = run(f"{script}{name}", *options)
+    status, out, err = run_plan(f"{script}{name}", *options)
 
     assert (status, out) == (2, "")
     assert re.search(message, err), err
     assert "Traceback" not in err
 
 
-def test_paths_that_are_not_there_say_where_to_go(run: Run, tmp_path: Path) -> None:
+def test_paths_that_are_not_there_say_where_to_go(
+    run_plan: Run, tmp_path: Path
+) -> None:
     """Modules, files and configurations; JSON has the error, too."""
     wrong = tmp_path / "wrong.json"
     wrong.write_text('{"hidden_size": 3}')
@@ -206,21 +216,71 @@ def test_paths_that_are_not_there_say_where_to_go(run: Run, tmp_path: Path) -> N
         str(wrong): "makes no model of .* `model_type` key",
         str(unknown): "transformers .* makes no model of",
     }.items():
-        status, out, err = run(target)
+        status, out, err = run_plan(target)
         assert (status, out) == (2, "")
         assert re.search(message, err), err
 
-    found = json.loads(run("no_such_module:build", "--json")[1])
+    found = json.loads(run_plan("no_such_module:build", "--json")[1])
     assert found["ok"] is False
     assert "no_such_module" in found["error"]
 
 
 @pytest.mark.req("N-01")
-def test_a_loss_outside_of_the_model_is_counted(run: Run, script: str) -> None:
+def test_a_loss_outside_of_the_model_is_counted(run_plan: Run, script: str) -> None:
     """A loss of 40 times the logits outweighs this model."""
-    plain = report_of(run, f"{script}:with_inputs", "--optimizer", "none")
-    found = report_of(run, f"{script}:with_loss", "--optimizer", "none")
+    plain = report_of(run_plan, f"{script}:with_inputs", "--optimizer", "none")
+    found = report_of(run_plan, f"{script}:with_loss", "--optimizer", "none")
 
     logits = 2 * 16 * 500 * 4
     # exp saves the copies, and its backward makes as many gradients.
     assert found["peak"]["bytes"] - plain["peak"]["bytes"] > 60 * logits
+
+
+@pytest.fixture
+def run_simulate(run: Run) -> Run:
+    """Call ``simulate``: status, standard output and standard error."""
+    return partial(run, "simulate")
+
+
+@pytest.mark.req("N-02")
+def test_the_report_is_of_the_layers_that_repeat(
+    run_simulate: Run, script: str, tmp_path: Path
+) -> None:
+    """JSON has the peak, collectives by unit and the timeline; a trace is written."""
+    status, out, err = run_simulate(
+        f"{script}:small",
+        *("--batch", "2x8", "--world-size", 64, "--max-norm", 1, "--optimizer", "sgd"),
+        *("--trace", tmp_path / "step.json", "--json"),
+    )
+    found: dict[str, Any] = json.loads(out)
+
+    assert (status, err, found["world_size"]) == (0, "", 64)
+    assert [each["unit"] for each in found["collectives"]][:4] == [
+        "",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+    ]
+    ops = {each["op"] for each in found["collectives"]}
+    # The all-reduce is that of the norm.
+    assert ops == {"all_gather", "reduce_scatter", "all_reduce"}
+    kinds = found["peak"]["by_kind"]
+    most = max(sum(each[kind] for kind in kinds) for each in found["timeline"])
+    assert found["peak"]["bytes"] == most == sum(kinds.values())
+    trace = json.loads((tmp_path / "step.json").read_text())
+    assert {"compute", "communication"} <= {
+        each["args"]["name"] for each in trace["traceEvents"] if each["ph"] == "M"
+    }
+
+
+@pytest.mark.parametrize(("memory", "expected"), [("1GiB", 0), ("10KiB", 1)])
+def test_the_exit_status_says_whether_the_step_fits(
+    run_simulate: Run, script: str, memory: str, expected: int
+) -> None:
+    """The text says it, too; the batch is that of the function."""
+    status, out, _ = run_simulate(f"{script}:small_with_inputs", "--gpu-memory", memory)
+
+    assert status == expected
+    assert ("does not fit: " in out) is bool(expected)
+    assert "4 units on 8 ranks" in out
+    assert "7 x all_gather" in out

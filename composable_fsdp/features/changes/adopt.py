@@ -1,13 +1,11 @@
-"""Takes up changes that were made to a unit's parameters outside the step.
-
-The next use of a unit detects the change. ``tree.moments.changes`` is this module.
-"""
+"""Takes up changes that were made to a unit's parameters outside the step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import lcm
 from operator import is_
 
 import torch
@@ -24,15 +22,16 @@ from composable_fsdp.flat.param_ref import param_refs, place_path, record_replac
 from composable_fsdp.flat.residency import shards_are_unchanged
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.planning.dtensors import is_dtensor
-from composable_fsdp.planning.layout import RegionLayout
-from composable_fsdp.planning.partition import split_region
+from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
+from composable_fsdp.planning.partition import SHARD_ALIGNMENT, round_up
+from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.grad_hooks import install_grad_hooks
 from composable_fsdp.runtime.meta_values import end_watch
 from composable_fsdp.runtime.offload import (
     finish_d2h_grad_copies,
     synchronize_copy_stream,
 )
-from composable_fsdp.runtime.precision import own_buffers
+from composable_fsdp.runtime.recover import own_buffers
 from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.runtime.unshard import free_oldest, release
 from composable_fsdp.tree.root import ensure_root, set_streams, unit_paths
@@ -41,10 +40,7 @@ from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
 
 @outside_transforms
 def adopt(state: _FSDPState, *, values_required: bool = True) -> None:
-    """Make the shards of the sharded unit hold what the modules show.
-
-    Collective: none, except as ``finish_reduction``.
-    """
+    """Make the shards of the sharded unit hold what the modules show."""
     handle, context = state.handle, state.context
     if shards_are_unchanged(handle):
         return
@@ -76,10 +72,7 @@ def adopt(state: _FSDPState, *, values_required: bool = True) -> None:
 
 @outside_transforms
 def follow_flags(state: _FSDPState) -> bool:
-    """Move parameters that were frozen or unfrozen to regions of their kind.
-
-    Collective: none, except as ``finish_reduction``.
-    """
+    """Move parameters that were frozen or unfrozen to regions of their kind."""
     handle = state.handle
     if all(p.requires_grad is full.requires_grad for *_, p, full in handle.swaps):
         return False
@@ -305,10 +298,7 @@ def _rebuild(
     *,
     device: torch.device,
 ) -> None:
-    """Build the regions of an idle unit anew over ``leaves``, by slot index.
-
-    ``trains``: by slot index, whether the parameter is in a trainable region.
-    """
+    """Build the regions of an idle unit anew over ``leaves``, by slot index."""
     forget_leaves(handle)
     before = handle.layout
     origin: list[RegionLayout] = []
@@ -328,15 +318,13 @@ def _rebuild(
         zip(before.places, before.owners, strict=True),
         key=lambda pair: at[pair[0].slot_index],
     )
-    replace_layout(
-        handle,
+    target = Target(
         replace(before.plan, regions=tuple(layouts)),
-        [[leaves[slot.index] for slot in layout.parameters] for layout in layouts],
+        tuple(tuple(leaves[s.index] for s in each.parameters) for each in layouts),
         tuple(place for place, _ in placed),
         tuple(owner for _, owner in placed),
-        origin=tuple(origin),
-        device=device,
     )
+    replace_layout(handle, target, origin=tuple(origin), device=device)
     for leaf in handle.leaves:
         if leaf.grad is not None and leaf.grad.device != leaf.device:
             # Torch requires ``.grad`` and the parameter to be on the same device.
@@ -345,3 +333,84 @@ def _rebuild(
     # Tied places that still show another parameter get the adopted parameter.
     for parameters_of, name, leaf, _ in handle.swaps:
         parameters_of[name] = leaf
+
+
+def split_region(
+    layout: RegionLayout, trainable: Sequence[bool]
+) -> tuple[RegionLayout, ...]:
+    """Return the parts of a region, whose elements stay on their rank."""
+    parts = []
+    for flag in (True, False):
+        chosen = [
+            slot
+            for slot, wanted in zip(layout.parameters, trainable, strict=True)
+            if wanted is flag
+        ]
+        if len(chosen) == len(layout.parameters):
+            # All flags are equal: nothing moves, only ``trainable`` changes.
+            return (replace(layout, trainable=flag),)
+        parts.append(_compact(layout, chosen, trainable=flag))
+    return tuple(parts)
+
+
+def _compact(
+    layout: RegionLayout, slots: list[ParameterSlot], *, trainable: bool
+) -> RegionLayout:
+    """Return a region of ``slots`` with the shard size of the rank that needs most."""
+    # Elements per 16 bytes: every part starts aligned.
+    unit = max(SHARD_ALIGNMENT // layout.dtype.itemsize, 1)
+    # Shards have equal sizes, so the rank that needs most decides.
+    size = _size(layout, slots, unit)
+    while size > layout.shard_numel:
+        # Parameters that were cast to a narrower dtype are aligned to fewer bytes. In a
+        # larger shard one that covers whole ranks would be cut at other elements.
+        unit //= 2
+        size = _size(layout, slots, unit)
+    return replace(
+        layout,
+        trainable=trainable,
+        numel=sum(slot.numel for slot in slots),
+        padded_numel=size * layout.world_size,
+        shard_numel=size,
+        parameters=tuple(_place(layout, slots, size, unit)),
+    )
+
+
+def _size(layout: RegionLayout, slots: list[ParameterSlot], unit: int) -> int:
+    """Elements of a shard in which every rank finds room for its parts."""
+    needed = 0
+    for rank in range(layout.world_size):
+        total = 0
+        for start, stop in (layout.interval(slot, rank) for slot in slots):
+            # Ranks without elements of the parameter need no space.
+            if stop > start:
+                total = round_up(total, unit) + stop - start
+        needed = max(needed, total)
+    # Blocks of a wire format are cut by no shard boundary; ``layout.shard_numel`` is a
+    # multiple of them, so the new shard is not larger.
+    grid = layout.wire.grid if layout.wire else 1
+    return round_up(needed, lcm(unit, grid))
+
+
+def _place(
+    layout: RegionLayout, slots: list[ParameterSlot], size: int, unit: int
+) -> list[ParameterSlot]:
+    """Return ``slots`` with new offsets, for shards of ``size`` elements."""
+    placed = []
+    end = 0
+    for slot in slots:
+        offset = end
+        # An empty parameter needs no position of its own.
+        if slot.numel:
+            # The first rank that holds elements, and their number there.
+            first = slot.offset // layout.shard_numel
+            part = min(layout.shard_numel * (first + 1) - slot.offset, slot.numel)
+            if part < slot.numel:
+                # It continues at the start of the next rank's shard.
+                offset = (first + 1) * size - part
+            else:
+                # Behind the previous part, and not before this rank's shard.
+                offset = max(round_up(end, unit), first * size)
+        placed.append(replace(slot, offset=offset))
+        end = offset + slot.numel
+    return placed

@@ -1,8 +1,6 @@
 """A warning of parameters that were registered in a unit after build.
 
-No unit holds them: nothing reduces their gradients, and each rank trains its own. torch
-calls a hook for every registration, and the next forward of the tree warns by name.
-Code that writes into ``_modules`` or ``_parameters`` directly is not noticed.
+No unit holds them: nothing reduces their gradients, and each rank trains its own.
 """
 
 from __future__ import annotations

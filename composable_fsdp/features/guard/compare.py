@@ -1,10 +1,4 @@
-"""Ranks compare facts: digests first, and the facts themselves only if digests differ.
-
-Over two transports, with one wording of what differs, by groups of ranks::
-
-    collective   ranks that come to the same place anyway
-    store        ranks that may never come (``meetings``)
-"""
+"""Ranks compare facts: digests first, and the facts only if digests differ."""
 
 from __future__ import annotations
 
@@ -47,10 +41,7 @@ def tag_of(facts: object) -> int:
 
 
 def gather(facts: object, route: Iterable[dist.ProcessGroup]) -> dict[int, Any]:
-    """Return the facts of all ranks by global rank; not for the steady state.
-
-    Collective: an all-gather of objects over each group of ``route`` in turn.
-    """
+    """Return the facts of all ranks by global rank, by all-gathers of objects."""
     told = [(dist.get_rank(), facts)]
     for group in route:
         told = list(chain(*collectives.all_gather_object(told, group)))

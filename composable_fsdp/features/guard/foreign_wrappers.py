@@ -1,9 +1,4 @@
-"""Refuses wrappers of others that would take shards for whole parameters.
-
-They would broadcast rank 0's rows, copy or cut shards again, average the rows of
-different ranks, or clip by the norm of one rank's rows. A user who shards by hand need
-not import our Lightning strategy.
-"""
+"""Refuses wrappers of others that would take shards for whole parameters."""
 
 from __future__ import annotations
 

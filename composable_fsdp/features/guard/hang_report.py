@@ -15,8 +15,7 @@ from composable_fsdp.comm.groups import operation_logs
 from composable_fsdp.comm.operations import OperationRecord
 
 DIRECTORY_VARIABLE = "COMPOSABLE_FSDP_HANG_DIR"
-"""Environment variable: an existing directory for reports. Default: a new one, which
-the user alone can read."""
+"""Environment variable: an existing directory for reports; else a new private one."""
 
 _LAST = 64
 """Number of operations per group in a report."""

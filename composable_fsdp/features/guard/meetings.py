@@ -1,25 +1,9 @@
 """Calls meet before they send: all ranks make the same call, or each raises.
 
-A call that needs all ranks of a group announces itself in the key-value store, and
-waits for a limited time until every rank has announced an equal call::
-
-    this rank announces      the others            result
-    save()                   save()                the calls go on
-    save()                   load()                DesyncError on all that have come
-    save()                   nothing               DesyncError after the time limit
-
-With ``always=False`` a call that is expected visits no store: a rank that makes another
-call announces it, and waits for ranks that do not come. Programs repeat themselves, so
-an ``Order`` expects what followed the last time ::
-
-    history    F B F B clip  F B F B
-    expected                         clip, since the last four went on so before
-
-Ranks have equal histories, so each knows what the others expect. A meeting has two
-keys, of which ranks read the first only if the sum is not that of equal digests::
-
-    here    a line of JSON per rank that came or gave up
-    sum     number of ranks, and the sum of the digests of their calls
+A call announces itself in the key-value store and waits, for a limited time, for equal
+calls of the others. Programs repeat themselves: with ``always=False`` a call that
+follows the same history as last time visits no store. Ranks have equal histories, so
+each knows what the others expect.
 """
 
 from __future__ import annotations
@@ -59,8 +43,7 @@ class Order:
         self.names: list[str] = [] if first is None else first.names
         """The names of the order logs over the first group."""
         self.raised: list[str] = [] if first is None else first.raised
-        """The rounds that were abandoned, if other ranks may wait in collectives that
-        this rank has left out."""
+        """The rounds that were abandoned, in which other ranks may wait."""
         self.events: list[Hashable] = []
         """Calls, and of each round its log's name and its mode."""
         self.at = 0  # index of the event that is expected next; 0 for none

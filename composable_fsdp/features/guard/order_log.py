@@ -1,28 +1,10 @@
 """The order in which a tree uses its units, on this rank.
 
-A *round* is a forward or a backward. The first round of a mode (training or evaluation,
-...) records the uses of units. Later rounds are compared with the record of the last::
-
-    if log.expected[log.position] is unit:
-        log.position += 1
-    else:
-        log.depart(unit, mode)
-
-Ranks that issue collectives in different orders deadlock or exchange wrong data, so a
-rank without a matching entry communicates. A ``DesyncError`` names both orders::
-
-    this rank              its next use    action
-    follows the record     as recorded     nothing is sent, no wait
-    follows the record     another use     depart: meet all ranks in the store, who must
-                                           have departed to the same use; go on behind
-                                           that use in the record, if it is there
-    has no record          any             exchange a tag of the use with all ranks, and
-                                           the facts only if tags differ
-
-Units that send over the same process groups share a log, because the order of
-collectives matters within a group: in forward all-gathers (over the shard group), in
-backward all-gathers and reductions (over both). A unit that sends nothing in a
-direction has no log there, so if forward sends nothing, a rank may evaluate alone.
+The first *round* (a forward or a backward) of a mode records the uses; later rounds are
+compared with it. A rank that departs from the record meets all ranks in the store
+before it sends; without a record, each use is compared by a collective. Units that send
+over the same groups share a log; a unit that sends nothing in a direction has none
+there.
 """
 
 from __future__ import annotations
@@ -64,9 +46,7 @@ BEGIN = "its beginning"
 """The place before the uses of a round."""
 
 Fact: TypeAlias = tuple[str, ...]
-"""What a rank does, as ``"runs 'blocks.2'"``, and texts of which usually few differ:
-parameters without a gradient, and, at the begin of a round, changed flags and
-settings."""
+"""What a rank does, and texts of which few differ, such as unused parameters."""
 
 SAME_UNITS = (
     "Every rank must run the same units in the same order: decide in the model by what "
@@ -121,7 +101,6 @@ class OrderLog:
         self.expected: Sequence[object] = NOTHING
         """What the record has for this round, then ``None``."""
         self.position = 0
-        """Index of the next use in ``expected``."""
         self.is_open = False  # whether a round is in progress
         self._uses: list[object] = []  # of this round, up to its last departure
         self._behind = 0  # index in ``expected`` of the use behind those
@@ -129,13 +108,9 @@ class OrderLog:
         self._mode: Hashable = None  # of the current round, or of the last
 
     def depart(self, use: object, mode: Hashable) -> None:
-        """Record a use that is not the expected use; call before its collective.
+        """Record a use that is not the expected use, as the first of a round never is.
 
-        The first use of a round always calls this method, which begins the round.
-        ``mode`` is read only then.
-
-        Collective: without a record, one all-gather of 8 bytes. If a record is left,
-            none: waits for the other ranks in the store, for a limited time.
+        Collective: without a record an all-gather of 8 bytes; else a wait in the store.
         Raises: DesyncError, if another rank does something else.
         """
         # The first use of a round has no record to compare with until the mode is
@@ -157,10 +132,7 @@ class OrderLog:
         self._follow(self._records.get(self._mode, ()), use)
 
     def end(self) -> None:
-        """End the round, if a round is in progress.
-
-        Collective, Raises: as ``depart``; fewer uses than recorded are a departure.
-        """
+        """End the round, if any; fewer uses than recorded are a departure."""
         if not self.is_open:
             return
         if self.expected is NOTHING or self.expected[self.position] is not None:
@@ -176,11 +148,7 @@ class OrderLog:
         self._close()
 
     def drop(self) -> None:
-        """Abandon the round in progress, if any; the records stay as they were.
-
-        If the round has further uses, the next round over the group begins by a meeting
-        of all ranks.
-        """
+        """Abandon the round in progress, if any; the records stay as they were."""
         # The number of further uses is not known without a record.
         if self.is_open and (
             self.expected is NOTHING or self.expected[self.position] is not None
@@ -241,8 +209,7 @@ class OrderLog:
     def _compare(self, at: str, value: Any) -> None:
         """Compare a use, or a mode (at ``BEGIN``), of all ranks, which raise together.
 
-        Collective: an all-gather of 8 bytes over each group; if tags
-            differ, an all-gather of objects.
+        Collective: an all-gather of 8 bytes over each group; if tags differ, of facts.
         """
         if not self._groups:
             return
@@ -312,10 +279,7 @@ class OrderLog:
 
 
 def compare_ranks(context: RuntimeContext, root: _RootFSDPState) -> None:
-    """Compare the ranks of a tree; begin the order logs.
-
-    Collective, Raises: as ``compare_models``.
-    """
+    """Compare the ranks of a tree, as ``compare_models``; begin the order logs."""
     before = root.initial.compared
     # If a forward gathers nothing, a rank may run the forward alone, also with
     # gradients that are not reduced (``no_sync``). So replicas are compared in the

@@ -1,13 +1,7 @@
 """How far the device is in the collectives that the host has left behind.
 
-On CUDA the host issues a collective long before the GPU runs the collective, and waits
-for none. A unit records an event behind each all-gather and reduction for its own
-streams; the log knows the event (``GroupRef.marks``), and the watch thread asks
-whether the event was reached. Events and not ``Work`` objects: a ``Work`` of NCCL holds
-the outputs of its collective, and an event holds no memory.
-
-Not run on a GPU; tested with stand-ins. No private API of torch: the mode of the thread
-is set by the function of the CUDA runtime that torch's own watchdog of NCCL calls.
+The watch thread asks the event behind each all-gather and reduction, not the ``Work``,
+which in NCCL holds the outputs. Not run on a GPU; tested with stand-ins.
 """
 
 from __future__ import annotations
@@ -49,11 +43,7 @@ def note_capture(*, capturing: bool) -> None:
 
 
 def running_in(log: GroupRef) -> Operation | None:
-    """Return the operation that the device runs; None if unknown, or none runs.
-
-    Asks the device only after ``QUIET`` seconds without a new collective. Called by the
-    watch thread.
-    """
+    """Return the operation that the device runs; None if unknown, or none runs."""
     oldest = log.number - MOST_OPERATIONS
     # ``list`` of a dict is atomic: the main thread may write meanwhile. Events of units
     # that are gone must not stay for ever.

@@ -1,16 +1,7 @@
 """Before the first gather of a tree, all ranks compare the models that they sharded.
 
-Ranks whose models differ would send other collectives, or the same with other contents:
-garbage without an error. So all ranks see digests of all models, and decide alike::
-
-    one all-gather       digests of all ranks equal: done
-    objects              facts of some ranks -> first difference -> DesyncError
-                         hashes of weights   -> first difference -> warning or error
-
-Units over different ranks are compared apart, each with the ranks that hold the unit.
-Ranks that hold other parts of the same parameters (tensor parallelism), or other
-experts, compare what they have in common: options, names and shapes of whole
-parameters, and the values of parameters that are not cut.
+All ranks see digests of all models, and decide alike. Ranks that hold other parts of
+the same parameters, or other experts, compare what they have in common.
 """
 
 from __future__ import annotations
@@ -51,7 +42,7 @@ from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.flat.param_ref import ParamRef, slot_paths
 from composable_fsdp.flat.value_hash import WAY_OUT
 from composable_fsdp.naming import by_value, join_name, listed, quoted, ranks_text
-from composable_fsdp.planning.options import in_force
+from composable_fsdp.planning.options import PER_MODULE
 from composable_fsdp.tree.changed_settings import option_text, setting_values
 from composable_fsdp.tree.root import outermost, set_param_paths
 from composable_fsdp.tree.state import (
@@ -85,13 +76,10 @@ class Scope(NamedTuple):
 
 
 def compare_models(state: _FSDPState, *, replicas: bool, written: bool = False) -> None:
-    """Do as ``tree.root.compare_models``.
+    """Do as ``tree.root.compare_models``; warn of weights, if the options say so.
 
-    Collective: in the first call an all-gather of 64 bytes over each scope; if models
-        or weights differ, or if replicas were written to, all-gathers of objects more.
-        Waits in the store before, if an earlier tree has used the groups.
+    Collective: an all-gather of 64 bytes over each scope; of objects, if they differ.
     Raises: DesyncError with the first difference, on all ranks alike.
-    Warns: if weights differ and ``check_weights`` is "warn".
     """
     top = outermost(state)
     if top.initial.compared >= (ALL_RANKS if replicas else SHARD_RANKS):
@@ -222,8 +210,7 @@ def meet_to_sync(
 ) -> None:
     """Before a broadcast wait for ranks that train another model; compare ``forms``.
 
-    Collective: an all-gather of objects over the shard and the replicate group, and
-        another if forms differ. Raises: DesyncError, on all ranks.
+    Collective: an all-gather of objects over each group, and another if forms differ.
     """
     details = ("sync_module_states=True",)
     call = Call(api, type(module).__name__, details, _SYNC_EVERYWHERE)
@@ -254,10 +241,7 @@ class _Said(NamedTuple):
 # The first forward may run inside a transform, where hashes would have no memory.
 @outside_transforms
 def _compare(top: _FSDPState, scope: Scope, facts: Sequence[UnitFacts]) -> str | None:
-    """Compare the units of ``scope``; return the text of a warning that is due.
-
-    Collective, Raises: as ``compare_models``.
-    """
+    """Compare the units of ``scope``; return the text of a warning that is due."""
     states = [state for _, state in scope.units]
     # Shard groups of other parts are other groups.
     shared = [] if scope.parts else _shard_groups(states)
@@ -377,7 +361,6 @@ class UnitFacts(NamedTuple):
     """Kind, number in the unit, the names that the fact is about, and its value."""
     options: tuple[tuple[str, str], ...]
     above: str
-    """Stands before the names of parameters."""
 
 
 def _facts_of(units: Units, *, parts: bool) -> tuple[UnitFacts, ...]:
@@ -407,8 +390,9 @@ def _facts_of(units: Units, *, parts: bool) -> tuple[UnitFacts, ...]:
         }
         setting = id(state.options), *settings.values()
         if setting not in options:
-            told = {k: option_text(v) for k, v in in_force(state.options).items()}
-            del told["forward_prefetch"]  # told in detail elsewhere
+            # ``forward_prefetch`` is told in detail elsewhere.
+            per_module = [each for each in PER_MODULE if each != "forward_prefetch"]
+            told = {k: option_text(getattr(state.options, k)) for k in per_module}
             told |= {key: str(value) for key, value in settings.items()}
             options[setting] = tuple(told.items())
         above = "" if several else name

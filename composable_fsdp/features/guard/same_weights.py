@@ -1,15 +1,7 @@
 """Comparison of the values that ranks have passed to ``fully_shard``.
 
-Each rank keeps its rows of its own values, so a sharded model of different values is a
-mixture that no rank has built, and replicas of different values stay different for
-ever. Hashes of whole values are compared, made before sharding. A value that was
-written to since has no such hash; if it has replicas, the shards themselves are hashed
-and compared with the other replicas' ::
-
-                   not written to                  written to since
-    sharded        whole values                    -
-    hybrid         whole values, in each replica   shards, ranks of the same index
-    not cut        whole values as they are now    the same
+Hashes of whole values, made before sharding, are compared. A value that was written to
+since has no such hash: its shards are compared with those of its replicas.
 """
 
 from __future__ import annotations
@@ -40,7 +32,6 @@ from composable_fsdp.tree.state import (
 )
 
 Units: TypeAlias = Sequence[tuple[str, _FSDPState]]
-"""Units with their names from the outermost unit."""
 _Key: TypeAlias = tuple[int, str, int]
 """The index of a parameter, and what tells which ranks are compared."""
 
@@ -190,8 +181,7 @@ _MOST = 64
 def require_initialized(context: RuntimeContext) -> None:
     """Raise if a parameter or buffer has no values, or ranks drew the same numbers.
 
-    Collective: of a model that was sharded on meta, an all-gather of objects per shard
-        group.
+    Collective: of a model that was on meta, an all-gather of objects per shard group.
     """
     root = root_of(context)
     states = root._root_states

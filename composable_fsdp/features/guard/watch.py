@@ -1,18 +1,8 @@
 """A thread that looks after long waits: proofs that ranks never meet, and reports.
 
-The main thread of a rank that waits can do nothing, so a daemon thread with its own
-connection to the key-value store looks at the operations of this rank once a second.
-It visits the store only if this rank waits or is quiet for long::
-
-    op/N       which operation a rank waits in as the N-th over the group
-    op/N/...   /unlike: what another rank does there instead
-    last/R     the last operation of rank R, for the error at the time-out
-    ended/R    how the program of rank R has ended
-
-Ranks send the operations over a group in one order and cannot take one back. So if two
-ranks are in unlike N-th operations over the same group, or one is in its N-th while the
-other waits in the store before its own N-th, they never meet, and both raise. Nothing
-else is a proof: all other waits go on until the time-out, with a report in the log.
+Ranks send over a group in one order. So if two ranks are in unlike N-th operations, or
+one waits in the store before its own N-th, they never meet, and both raise. All other
+waits go on until the time-out. The thread visits the store only if its rank waits.
 """
 
 from __future__ import annotations
@@ -42,9 +32,7 @@ from composable_fsdp.features.guard.progress import quiet_for, running_in
 from composable_fsdp.naming import LISTED, listed, ranks_text
 
 HANG_VARIABLE = "COMPOSABLE_FSDP_HANG_AFTER"
-"""Environment variable: seconds after which a wait is reported; 0 for never.
-
-Default: 60, and at most half the timeout of the process group."""
+"""Seconds after which a wait is reported (0: never); else 60, or half the timeout."""
 
 LOGGER = logging.getLogger("composable_fsdp.waits")
 TICK = 1.0
@@ -54,8 +42,7 @@ SLOW = 2.0
 _QUIET = 30.0
 """Seconds without an operation after which a rank says what its last one was."""
 _LEFT, _OWES, _WAITS = "left", "owes", "waits"
-"""``_Note.does`` of a rank that has raised and may go on later, of one that cannot, and
-of one that waits elsewhere."""
+"""``_Note.does``: has raised and may go on; has raised for good; waits elsewhere."""
 
 
 class _Note(NamedTuple):
@@ -453,10 +440,7 @@ def agree_on_name(group: dist.ProcessGroup, predicate: str) -> str:
 def leave_others(
     group: dist.ProcessGroup, known: Iterable[dist.ProcessGroup], text: str
 ) -> None:
-    """Tell ranks of the groups that are used like ``group`` that this one raises.
-
-    The ranks of the groups ``known`` have ``text``.
-    """
+    """Tell ranks of groups that are used like ``group`` that this one raises."""
     if group in _WATCH.groups:
         told = [_WATCH.groups.get(each) for each in known]
         for other in _WATCH.like(_WATCH.groups[group]):

@@ -1,16 +1,8 @@
 """Activations and states of optimizers in host memory, which come back for their use.
 
-::
-
-    compute  forward 0  forward 1  forward 2     backward 2  backward 1  backward 0
-    lane                out 0      out 1  out 2  in 1        in 0
-    compute          step of 0  ->   step of 1       ->     step of 2
-    lane      in 0   in 1            out 0  in 2            out 1          out 2
-
 At most two blocks of activations are on the device; states pass through two buffers.
-Seam: torch's hook before a step, which hands the step a twin of the optimizer. A loop
-over the groups of the twin gives each group once per region, with the parameters of
-that region: what works element by element gives the same bits.
+Torch's hook before a step gives it a twin of the optimizer, which steps one region at a
+time: what works element by element gives the same bits.
 """
 
 from __future__ import annotations
@@ -44,6 +36,7 @@ from composable_fsdp.optim.step_checks import (
     needs_whole_params,
 )
 from composable_fsdp.tools.memory import slot_bytes
+from composable_fsdp.tree.state import _get_module_fsdp_state
 
 Group = dict[str, Any]
 _INSTALLED = "_composable_fsdp_host_states"
@@ -88,8 +81,7 @@ class Lane:
 class offloaded(saved_tensors_hooks):  # in lower case as the class of torch
     """``with offloaded():`` keeps what the block saves on the host until backward.
 
-    Raises: RuntimeError, in backward as without offload, or when the block leaves the
-        device, if what it saved was written in place.
+    Raises: RuntimeError, if what the block saved was written in place.
     """
 
     def __init__(self) -> None:
@@ -97,11 +89,7 @@ class offloaded(saved_tensors_hooks):  # in lower case as the class of torch
         super().__init__(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Tensor | tuple[_Block, int]:
-        """Begin the copy to the host; a tensor that wraps others stays.
-
-        So do parameters, which a copy frees no memory of. Units free theirs after the
-        forward, without regard to the lane, and fill them again for backward.
-        """
+        """Begin the copy to the host; wrappers stay, and parameters of units."""
         whole = tensor if tensor._base is None else tensor._base
         wraps = hasattr(type(tensor), "__tensor_flatten__")
         if wraps or isinstance(whole, nn.Parameter):
@@ -130,10 +118,8 @@ class _Block:
         self.lane, self.live = _trail(device)
         self.host: list[Tensor] = []
         self.here: dict[int, tuple[Tensor, int | None]] = {}
-        """On the device, until the copies are out, and from when they come back until
-        their use; with the version, None of a copy, which nobody else writes."""
+        """What is on the device now, with its version, None of a copy."""
         self.before: weakref.ref[_Block] | None = None
-        """The block whose backward comes next."""
         self.done: StreamEvent = NO_EVENTS.gather
         """The end of the last copy; compute waits for it before it frees the memory."""
 
@@ -209,11 +195,9 @@ def _unpack(saved: Tensor | tuple[_Block, int]) -> Tensor:
 def offload_states(optimizer: Optimizer, model: nn.Module) -> None:
     """Keep the optimizer's states in host memory; weights and gradients stay.
 
-    States live in pinned memory, one buffer per region, and pass through two device
-    buffers during a step: the states of the next region come beside the step of this
-    one. Numbers are those without, bit by bit; state dicts and checkpoints, too. A step
-    takes at least the time of two copies of the states over the link to the host, and
-    the host waits for its end. Counters of a single element stay where they are.
+    States live in pinned memory, and pass through two device buffers during a step.
+    Numbers, state dicts and checkpoints are those without, bit by bit. A step takes at
+    least the time of two copies of the states over the link to the host.
 
     Args:
         optimizer: one of torch's that work element by element (Adam, AdamW, SGD with
@@ -255,7 +239,10 @@ def offload_planned(optimizer: Optimizer) -> None:
     for handle in handles_of(optimizer):
         offload = handle.layout.plan.options.cpu_offload
         if offload is not None and offload.offload_states:
-            return offload_states(optimizer, handle.layout.owners[0])
+            # The owner may be a layer inside of the unit.
+            state = _get_module_fsdp_state(handle.layout.owners[0])
+            assert state is not None
+            return offload_states(optimizer, state.module)
 
 
 @dataclass(eq=False)
@@ -263,17 +250,13 @@ class _Region:
     """The states of the parameters of a region."""
 
     members: dict[int, list[Tensor]] = field(default_factory=dict)
-    """The parameters, by the number of their group."""
     host: Tensor = _NOTHING
     """Bytes of all states, one after another."""
     kept: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)
     """Dict and key of each state, and the view of ``host`` that it is between steps."""
 
     def settle(self, states: _States) -> None:
-        """Move states to the host that are new, or that a load has replaced.
-
-        Or that are in a buffer still, because the step raised.
-        """
+        """Move states to the host that are new, loaded, or left in a buffer."""
         found = [
             (values, key, value)
             for p in chain.from_iterable(self.members.values())

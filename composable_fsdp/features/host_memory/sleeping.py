@@ -1,10 +1,8 @@
 """Models that sleep: what they hold leaves the device and comes back.
 
-Each storage is copied as bytes and resized to 0, so that tensors, leaves, views and
-optimizers stay the same objects; those that a user can reach show empty data, because a
-kernel over the others would crash. The bytes come back at other addresses, so
-``memory.moves`` tells a ``capture`` to record its graphs again.
-Seam: ``RuntimeContext.summoned``, by which calls are refused.
+Storages are copied as bytes and resized to 0, so tensors, views and optimizers stay the
+same objects. Those that a user can reach show empty data: kernels would crash on a
+freed storage.
 """
 
 from __future__ import annotations
@@ -53,10 +51,9 @@ def sleep(
 ) -> None:
     """Move parameters, gradients, buffers and states to the host, until ``wake``.
 
-    Afterwards the model holds no device memory, for an inference engine to use. Each
-    storage has a pinned host buffer, which torch keeps for the next sleep. A forward, a
-    step, a save or a state dict is an error meanwhile, and parameters show no elements.
-    On the CPU the same happens in ordinary memory. With ``CPUOffload`` the shards stay.
+    Afterwards the model holds no device memory, for an inference engine to use. A
+    forward, a step, a save or a state dict is an error meanwhile, and parameters show
+    no elements. With ``CPUOffload`` the shards stay.
 
     Args:
         model: holds fully sharded modules, on either path, with all its units.
@@ -80,23 +77,18 @@ def sleep(
     trees = {settle_tree(top, "sleep"): top for top in map(outermost, states)}
     for context in trees:
         finish_reduction(context)
-    for handle in handles:
-        if has_arrived(handle) or handle.reduction.held is not None:
-            raise PhaseError(
-                f"sleep was called while gradients of {handle.name} wait for a "
-                "reduction (no_sync). Call it after the backward that reduces."
-            )
-    for handle in handles:
-        if handle.form.arena_slot is not None:
-            # Before the versions are noted, which this moves: what a graph saved of the
-            # slot is lost.
-            handle.form.arena_slot.leave()
+    waiting = [h for h in handles if has_arrived(h) or h.reduction.held is not None]
+    if waiting:
+        raise PhaseError(
+            f"sleep was called while gradients of {waiting[0].name} wait for a "
+            "reduction (no_sync). Call it after the backward that reduces."
+        )
+    for slot in filter(None, [handle.form.arena_slot for handle in handles]):
+        # Before the versions are noted, which this moves: what a graph saved of the
+        # slot is lost.
+        slot.leave()
     if keep == "none":
-        regions = [region for handle in handles for region in handle.layout.regions]
-        for leaf in chain(model.parameters(), *(region.graded for region in regions)):
-            leaf.grad = None
-        for handle in handles:
-            free_cleared(handle)
+        _drop_gradients(model, handles)
     several = optimizer if isinstance(optimizer, Iterable) else [optimizer]
     # Of a wrapper the one inside.
     optims = [getattr(each, "optimizer", each) for each in several if each is not None]
@@ -105,6 +97,15 @@ def sleep(
     asleep.leave()
     for context, state in trees.items():
         context.summoned = Summon(state, rank0_only=False, why=_WHY, record=asleep)
+
+
+def _drop_gradients(model: nn.Module, handles: list[FlatParamHandle]) -> None:
+    """Drop the gradients of the model, also those of flat parameters."""
+    regions = chain.from_iterable(handle.layout.regions for handle in handles)
+    for leaf in chain(model.parameters(), *(region.graded for region in regions)):
+        leaf.grad = None
+    for handle in handles:
+        free_cleared(handle)
 
 
 @torch.inference_mode(False)
@@ -183,6 +184,18 @@ class _Sleep:
 
     def _find(self, model: nn.Module) -> dict[int, tuple[str, Tensor, int, Tensor]]:
         """Return the tensors that are to sleep, each once."""
+        found: dict[int, tuple[str, Tensor, int, Tensor]] = {}
+        for name, value in self._named(model):
+            for part in parts_of(value) if isinstance(value, Tensor) else ():
+                # Memory of another library, as of numpy, is not ours to free.
+                here = part.device in self.devices and part.layout is torch.strided
+                if here and part.numel() and part.untyped_storage().resizable():
+                    version = -1 if part.is_inference() else part._version
+                    found.setdefault(id(part), (name, part, version, part.data))
+        return found
+
+    def _named(self, model: nn.Module) -> list[tuple[str, Any]]:
+        """Return all values of the model and its optimizers, with their names."""
         regions = [r for handle in self.handles for r in handle.layout.regions]
         named: list[tuple[str, Any]] = []
         named += [(quoted(name), p) for name, p in model.named_parameters()]
@@ -198,15 +211,7 @@ class _Sleep:
                 ("a shard", region.shard),
                 ("its gradient", region.gradient.shard),
             ]
-        found: dict[int, tuple[str, Tensor, int, Tensor]] = {}
-        for name, value in named:
-            for part in parts_of(value) if isinstance(value, Tensor) else ():
-                # Memory of another library, as of numpy, is not ours to free.
-                here = part.device in self.devices and part.layout is torch.strided
-                if here and part.numel() and part.untyped_storage().resizable():
-                    version = -1 if part.is_inference() else part._version
-                    found.setdefault(id(part), (name, part, version, part.data))
-        return found
+        return named
 
     def leave(self) -> None:
         """Free the memory on the device, and refuse calls."""

@@ -1,7 +1,4 @@
-"""DTensors of ``parallelize_module`` as parameters of units: a ``ParamForm``.
-
-The sharded leaf is a plain parameter of this rank's rectangle; compute sees a DTensor.
-"""
+"""DTensors of ``parallelize_module`` as parameters of units: a ``ParamForm``."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ class DTensorForm(ParamForm):
     mesh: Any
     placements: tuple[Any, ...]
     shape: torch.Size
-    """Shape of the global parameter."""
     stride: tuple[int, ...]
     local_shape: torch.Size
     offset: tuple[int, ...]

@@ -1,9 +1,7 @@
 """Units over other ranks than the units around them: experts on a mesh of their own.
 
-The ranks of ``ep`` send each other tokens, so a rank's experts have gradients of the
-losses of all ranks of ``ep`` before any reduction. With 4 ranks, mesh (edp 2, ep 2),
-both the model (1 loss, reduced over 4) and its experts (2 losses, reduced over edp) are
-divided by 4. The norm of all gradients is a sum over ``edp`` and over ``ep``.
+A rank's experts have gradients of the losses of all ranks of ``ep`` before any
+reduction. So experts are divided by as many ranks as the model is.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import join_name, listed, quoted
 
 Units = Sequence[tuple[str, FlatParamHandle]]
-"""Units with their names from the outermost unit."""
 
 
 def count_expert_ranks(top: FlatParamHandle, units: Units) -> None:

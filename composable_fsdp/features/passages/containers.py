@@ -1,12 +1,7 @@
 """Tensors inside of arguments and outputs, at any depth.
 
-If a tensor in a list of the caller is replaced, the forward gets a copy of the list:
-what recomputes in backward keeps the list, and must find the first tensor there.
-Changes of the copy are applied to the caller's list afterwards::
-
-    given    [h]        the caller's           caller's afterwards  [h, aux]
-    before   [h']       the copy at first
-    copy     [h', aux]  after forward          h' stands for h wherever it is now
+A forward gets a copy of a list in which a tensor is replaced, because recomputation
+must find the first tensor in the caller's. Changes of the copy are applied afterwards.
 """
 
 from __future__ import annotations

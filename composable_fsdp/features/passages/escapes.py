@@ -1,9 +1,4 @@
-"""Tensors that leave the forward of a unit: other than by the output, or as weights.
-
-Backward may enter the unit through inputs changed in place, containers of the caller,
-and attributes of modules; what left in another way raises if its graph reads the unit.
-Outputs and attributes that share the memory of full parameters become copies.
-"""
+"""Tensors that leave the forward of a unit: other than by the output, or as weights."""
 
 from __future__ import annotations
 
@@ -27,8 +22,7 @@ _is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped
 _unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
 _unpack_dual: Callable[[Tensor], Any] = forward_ad.unpack_dual
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {REGISTRY_KEY}
-"""Attributes that are not searched. The registry refers to the states, and these to the
-whole tree, so a search in each unit would visit the whole tree."""
+"""Attributes that are not searched; the registry would lead to the whole tree."""
 _HOLDERS = frozenset({Tensor, list, tuple, dict})
 Place = tuple[dict[str, Any], str]
 """An attribute: the ``__dict__`` or the buffers of a module, and the key."""

@@ -1,7 +1,6 @@
 """The passages of everything: casts, containers, attributes, writes to weights.
 
-Passages are not combined, because values enter in an order of their own (moved, cast,
-aliased, held) and leave in another (cast, checked, copied, found, given back).
+Passages are not combined: values enter in an order of their own, and leave in another.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class Searches:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.looks = dict.fromkeys(map(id, modules), _FORWARDS)
-        """Number of further forwards, by identity of the module, that check for writes
-        to weights through ``.data``, and for attributes that keep views of weights."""
+        """Forwards that still look for ``.data`` writes and kept views, by module."""
         self.scans = self.looks.copy()
         """The same of forwards with a graph, for tensors of it on attributes."""
         self.found_at: tuple[escapes.Place, ...] = ()

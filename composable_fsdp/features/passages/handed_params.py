@@ -1,8 +1,4 @@
-"""Full parameters that ``unshard`` has handed to a user, who may keep them.
-
-Such a parameter shows this rank's rows once its unit is sharded again, and the unit
-continues with new ones; not while a backward may read it. ``sys.getrefcount`` tells.
-"""
+"""Full parameters that ``unshard`` has handed to a user, who may keep them."""
 
 from __future__ import annotations
 

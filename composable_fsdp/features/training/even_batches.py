@@ -1,12 +1,4 @@
-"""Batches for ranks whose loaders end at different times.
-
-All ranks make the same number of turns. Rank 0 has 3 batches, rank 1 has 5::
-
-    policy      rank 0: batch (weight)           rank 1: batch (weight)
-    shortest    0 (1)  1 (1)  2 (1)              0 (1)  1 (1)  2 (1)
-    pad         0 (1)  1 (1)  2 (1) 2 (0) 2 (0)  0 (1)  1 (1)  2 (1)  3 (2)  4 (2)
-    error       0 (1)  1 (1)  2 (1) DesyncError  0 (1)  1 (1)  2 (1)  DesyncError
-"""
+"""Batches for ranks whose loaders end at different times."""
 
 from __future__ import annotations
 
@@ -36,10 +28,8 @@ def even_batches(
     long as every rank has a batch. With ``policy="pad"`` the weight of a batch that a
     rank repeats is 0, and the weight of the other batches is the number of ranks over
     the number of ranks that have a batch, so that the gradients are the mean over those
-    ranks. Use ``float(weight > 0)`` instead to divide by all ranks, as
-    ``torch.distributed.algorithms.Join`` does by default. Leave batches of weight 0 out
-    of metrics; they count in the statistics of batch normalization, and a loss of inf
-    or NaN stays NaN.
+    ranks. ``float(weight > 0)`` divides by all ranks. Leave batches of weight 0 out of
+    metrics; batch normalization counts them, and a loss of inf or NaN stays NaN.
 
     Args:
         loader: The batches of this rank, of which one is taken ahead of time.
@@ -114,7 +104,6 @@ class _Source(Generic[T]):
     """The loader of this rank, and what it tells the others of its next batch."""
 
     batch: T
-    """The last batch that the loader gave."""
 
     def __init__(self, loader: Iterable[T], team: Team) -> None:
         self.has_batch = True
@@ -125,10 +114,7 @@ class _Source(Generic[T]):
         self._error: Exception | None = None
 
     def take(self) -> tuple[Tensor, Operation | None]:
-        """Take a batch; begin to count ranks with a batch, with an error, without any.
-
-        Collective: an all-reduce of three integers, not waited for.
-        """
+        """Take a batch; begin to count ranks with a batch, an error, or neither."""
         # Some loaders begin again after their end.
         if self.has_batch:
             try:

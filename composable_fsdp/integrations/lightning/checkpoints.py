@@ -1,8 +1,4 @@
-"""Full and sharded checkpoints of Lightning, for the Trainer and for Fabric.
-
-A sharded one, ``last.ckpt/manifest.json``, has in ``extra`` the rest of Lightning's
-dictionary. ``save`` replaces it at once, so a crash leaves the old or the new one.
-"""
+"""Full and sharded checkpoints of Lightning, for the Trainer and for Fabric."""
 
 from __future__ import annotations
 
@@ -103,10 +99,7 @@ def read_full(
     *,
     name: str | os.PathLike[str] = "",
 ) -> Any:
-    """Return the content of a file of ``torch.save``, with tensors on the CPU.
-
-    Raises: CheckpointError, for objects in the file, unless ``weights_only`` is False.
-    """
+    """Return the content of a file of ``torch.save``, with tensors on the CPU."""
     # Files of torch before 1.6 are no archives and cannot be mapped.
     mapped = not isinstance(file, io.BytesIO) and zipfile.is_zipfile(file)
     try:
@@ -147,10 +140,7 @@ def write_sharded(
     optimizers: Sequence[Optimizer] | None,
     rest: dict[str, Any],
 ) -> None:
-    """Write a sharded checkpoint at rank 0's ``path``; an older one there is replaced.
-
-    Raises: CheckpointError, on all ranks; a checkpoint at ``path`` is unchanged.
-    """
+    """Write a sharded checkpoint at rank 0's ``path``, in the place of an older one."""
     extra: dict[str, Any] | None = None
     with alike_on_all_ranks():
         # ``save`` takes the path of rank 0, so only rank 0 looks at the directory.
@@ -179,10 +169,7 @@ def read_sharded(
     strict: bool,
     weights_only: bool | None,
 ) -> dict[str, Any]:
-    """Load model and optimizers from a sharded checkpoint; return the rest.
-
-    Raises: CheckpointError, on all ranks.
-    """
+    """Load model and optimizers from a sharded checkpoint; return the rest."""
     # Another ``precision=`` than at the save is no error, as in a full checkpoint.
     options = LoadOptions(strict=strict, cast=True, rng=optimizers is not None)
     extra = load(path, module, list(optimizers or ()) or None, options=options)

@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import precision as plugins
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from lightning.fabric.strategies.strategy import (
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
+from composable_fsdp.comm.collectives import all_gather_object
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.given_optimizers import shard_state
 from composable_fsdp.integrations.lightning import checkpoints
@@ -33,6 +35,10 @@ from composable_fsdp.integrations.lightning.strategy import (
     precision_of,
     shard,
 )
+from composable_fsdp.storage.stateful import rng_state, set_rng_state
+
+RANDOM = "composable_fsdp_random_states"
+"""The key in a full checkpoint of the random states, rank by rank."""
 
 
 class ComposableFSDPFabricStrategy(ShardingStrategyMixin, DDPStrategy):
@@ -124,6 +130,11 @@ class ComposableFSDPFabricStrategy(ShardingStrategyMixin, DDPStrategy):
             full: dict[str, Any] = {}
             for name, value in state.items():
                 _apply_filter(name, filter or {}, _full(state, value), full)
+            # As ``composable_fsdp.save``: weights alone need no random states.
+            if optimizers:
+                world = dist.group.WORLD
+                assert world is not None  # launched
+                full[RANDOM] = all_gather_object(rng_state(), world)
             with checkpoints.alike_on_all_ranks():
                 if self.is_global_zero:
                     self.checkpoint_io.save_checkpoint(
@@ -172,6 +183,10 @@ class ComposableFSDPFabricStrategy(ShardingStrategyMixin, DDPStrategy):
                 _module_of({}, state)  # raises: the names come from a module
             _validate_keys_for_strict_loading(state.keys(), found.keys(), strict)
             _load_full(state, found, strict)
+            random = found.pop(RANDOM, ())
+            # A rank that did not save keeps its own.
+            if _parts(state)[1] and self.global_rank < len(random):
+                set_rng_state(random[self.global_rank], str(path))
             return found
 
     def _load_sharded(

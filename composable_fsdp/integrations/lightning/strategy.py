@@ -1,9 +1,4 @@
-"""What the strategies of Lightning's Trainer and of Fabric share.
-
-Arguments and names, the meaning of ``precision=``, and the units of a module: with
-automatic optimization the LightningModule is one root, whose forwards are steps. With
-manual optimization a step also runs backward, so each child is a root of its own.
-"""
+"""What the strategies of Lightning's Trainer and of Fabric share."""
 
 from __future__ import annotations
 
@@ -39,8 +34,7 @@ from composable_fsdp.tools.models import NoSplitPolicy
 class ShardedPrecision(trainer.Precision):
     """Lightning's precision plugin for ``32-true``, with clipping over all ranks.
 
-    Derive your own precision plugin from this class to use the plugin with
-    ``ComposableFSDPStrategy``.
+    Derive your own precision plugin for ``ComposableFSDPStrategy`` from it.
     """
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -111,8 +105,7 @@ def shard(
 ) -> None:
     """Shard the parameters of ``module`` that no unit holds yet, except of metrics.
 
-    Raises: CompositionError, if an earlier strategy sharded the module differently, or
-        if without one root a parameter is not in exactly one child with a forward.
+    Raises: CompositionError, if that was done otherwise, or a parameter is in no unit.
     """
     # Metrics such as FID hold networks of their own, which are replicated: torchmetrics
     # copies and moves their tensors as whole tensors.

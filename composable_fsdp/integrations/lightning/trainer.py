@@ -1,8 +1,4 @@
-"""``ComposableFSDPStrategy``: the Trainer of Lightning over fully sharded modules.
-
-The Trainer calls ``setup_environment``, then ``configure_model`` of the module, then
-``setup``, then ``load_checkpoint``, and then fits, validates, tests or predicts.
-"""
+"""``ComposableFSDPStrategy``: the Trainer of Lightning over fully sharded modules."""
 
 from __future__ import annotations
 

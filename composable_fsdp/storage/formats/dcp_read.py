@@ -1,9 +1,7 @@
 """Reads directories of torch.distributed.checkpoint (DCP), of any placements.
 
-DCP's own loader would run the pickles in the directory. Here ``.metadata`` is read by
-an unpickler that knows DCP's classes alone, and each object by torch's restricted one.
-``FileSystemReader`` reads a whole box for each slice of it (1 GB in 64 slices: 17.0 s,
-here 3.5 s, with the same 0.54 GB of memory), and compares no checksum.
+DCP's own loader would run the pickles in the directory, and reads a whole box for each
+slice of it (1 GB in 64 slices: 17.0 s, here 3.5 s).
 """
 
 from __future__ import annotations

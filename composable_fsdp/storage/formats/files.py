@@ -1,8 +1,4 @@
-"""Reads ``torch.save`` files, by torch's restricted reader, and safetensors.
-
-Files are mapped into memory. safetensors is a file, or a directory in Hugging Face's
-layout.
-"""
+"""Reads ``torch.save`` files, by torch's restricted reader, and safetensors."""
 
 from __future__ import annotations
 

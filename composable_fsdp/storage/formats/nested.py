@@ -1,14 +1,7 @@
 """Reads and makes dictionaries of model, optimizer and other values, as users save.
 
-A model's state dict alone, or beside others::
-
-    key             also accepted                    content
-    "model"         "state_dict",                    tensors by name, and modules' extra
-                    "model_state_dict"               states (<module>._extra_state)
-    "optim"         "optimizer",                     state by parameter name, nested or
-                    "optim_state_dict",              flattened ("state.<name>.<state>",
-                    "optimizer_state_dict"           "param_groups.<name>.<option>")
-    all others                                       the user's values: extra
+docs/checkpoints/formats.md lists the accepted keys; all others are the user's
+``extra``.
 """
 
 from __future__ import annotations
