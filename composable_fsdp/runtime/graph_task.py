@@ -81,7 +81,8 @@ def run_backward(
         ids = set(map(id, args[3]))
         if ids & LEAVES.keys() or ids & FLAT_PARAMS.keys():
             refuse(args[3])
-        for each in args[3]:
+        # ``backward(inputs=...)`` accumulates, and the unit reduces as ever.
+        for each in () if kwargs.get("accumulate_grad") else args[3]:
             hooks = getattr(each, "_post_accumulate_grad_hooks", None) or {}
             if FSDP_HOOK_KEY in hooks and (region := hooks[FSDP_HOOK_KEY].__self__()):
                 raise _full_param_requested(region.reduce.owner().handle, each)

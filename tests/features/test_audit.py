@@ -140,6 +140,23 @@ def lion(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
     return made
 
 
+def sharpness_aware(model: nn.Module) -> None:
+    base = sgd(model)
+    for _ in range(2):
+        backward(loss_of(model))
+        norm = torch.stack([g.norm() for g in gradients(model)]).norm()
+        step = [(p, p.grad / norm) for p in model.parameters() if p.grad is not None]
+        with torch.no_grad():
+            for p, up in step:
+                p.add_(up)
+        base.zero_grad()
+        backward(loss_of(model))
+        with torch.no_grad():
+            for p, up in step:
+                p.sub_(up)
+        base.step()
+
+
 def first_rows(model: nn.Module) -> None:
     for g in gradients(model):
         g[:2] = 0
@@ -168,6 +185,7 @@ def scaled(kind: Any) -> Program:
 
 
 TOLD: dict[str, tuple[Program, str, str]] = {
+    "SAM": (sharpness_aware, "norm", "g.norm() for g in"),
     "orthogonality": (
         with_penalty(lambda m: (weight(m).t() @ weight(m)).square().sum()),
         "matmul",

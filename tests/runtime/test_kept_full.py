@@ -211,3 +211,18 @@ def test_a_deep_copy_knows_of_writes_through_data(world: World) -> None:
                 each(x)
 
     assert differences(copies[1].state_dict(), copies[0].state_dict()) == {}
+
+
+@on_ranks(2)
+def test_a_backward_for_full_parameters_gives_their_shards_gradients(
+    world: World,
+) -> None:
+    """And none to the others."""
+    model = fully_shard(nn.Linear(4, 4))
+    unshard(model)
+    weight = model.weight
+
+    model(torch.ones(2, 4)).sum().backward(inputs=[weight])
+
+    torch.testing.assert_close(get_full_grad(model, "weight"), torch.full((4, 4), 2.0))
+    assert get_full_grad(model, "bias") is None
