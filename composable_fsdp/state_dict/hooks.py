@@ -201,7 +201,8 @@ def _storage(value: Any) -> int | None:
     # Sparse buffers have no storage.
     if type(found) not in (Tensor, nn.Parameter) or found.layout is not torch.strided:
         return None
-    return found.untyped_storage()._cdata
+    key: int = found.untyped_storage()._cdata
+    return key
 
 
 def _require_one_type(module: nn.Module, kind: StateDictType) -> None:
