@@ -30,9 +30,13 @@ from composable_fsdp.flat.handle import NO_LOGS, NO_TASK, FlatParamHandle
 from composable_fsdp.flat.residency import NOT_GATHERED, SHARDED
 from composable_fsdp.phases import BACKWARD_PRE, FORWARD, IDLE, Phase
 from composable_fsdp.runtime import graph_task, unshard
-from composable_fsdp.runtime.backward import UnitForward, grad_fns_of
+from composable_fsdp.runtime.backward import UnitForward
 from composable_fsdp.runtime.forward import end_unit_forward
-from composable_fsdp.runtime.graph_task import current_task, earlier_forward
+from composable_fsdp.runtime.graph_task import (
+    current_task,
+    earlier_forward,
+    grad_fns_of,
+)
 from composable_fsdp.runtime.recover import GradientOrder
 from composable_fsdp.runtime.reduce import (
     copy_grads_to_reduce_buffers,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -37,6 +37,7 @@ from composable_fsdp.runtime.graph_task import (
     begin_unit_backward,
     current_task,
     earlier_forward,
+    grad_fns_of,
     register_task_end,
     reset_failed_graph_tasks,
     will_run,
@@ -263,23 +264,6 @@ def _add_use(call: UnitForward, nodes: list[Any]) -> None:
     # The hook of a unit inside, on the same node, runs first.
     if context.tail is None or context.tail[0] is not nodes[0]:
         context.tail = None if nodes[1:] else (nodes[0], call)
-
-
-def grad_fns_of(tensors: Iterable[Tensor], since: int) -> list[Any]:
-    """Return the nodes, each once, at which backward may enter through ``tensors``."""
-    found: dict[int, Any] = {}
-    for tensor in tensors:
-        node = tensor.grad_fn
-        if node is None:
-            continue
-        # If the caller changes a view in place, either the node of the view or the node
-        # of the base stays in the graph, so hook both; an older base is no part of it.
-        found[id(node)] = node
-        if tensor._base is not None:
-            base = tensor._base.grad_fn
-            if base is not None and base._sequence_nr() >= since:
-                found[id(base)] = base
-    return list(found.values())
 
 
 def first_number(aliases: tuple[Any, ...]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -417,3 +417,20 @@ def _finish_other_units(context: RuntimeContext, *, retained: bool) -> None:
         ):
             end_use(context, handle, reshards, kept=False)
     context.prefetched.clear()
+
+
+def grad_fns_of(tensors: Iterable[torch.Tensor], since: int) -> list[Any]:
+    """Return the nodes, each once, at which backward may enter through ``tensors``."""
+    found: dict[int, Any] = {}
+    for tensor in tensors:
+        node = tensor.grad_fn
+        if node is None:
+            continue
+        # If the caller changes a view in place, either the node of the view or the node
+        # of the base stays in the graph, so hook both; an older base is no part of it.
+        found[id(node)] = node
+        if tensor._base is not None:
+            base = tensor._base.grad_fn
+            if base is not None and base._sequence_nr() >= since:
+                found[id(base)] = base
+    return list(found.values())
