@@ -185,7 +185,7 @@ def packed_bytes(specs: list[ParameterSpec], world_size: int, align: int = 4) ->
 @given(
     specs=classed_units(2, 11),
     world_size=st.one_of(st.integers(2, 8), st.integers(2, 1024)),
-    launch_bytes=st.sampled_from([0, 64, 1024, 64 * 1024, 10**12]),
+    launch_bytes=st.sampled_from([0, 64, 1024, 64 * 1024]),
 )
 @example(
     [

@@ -16,7 +16,7 @@ import composable_fsdp
 from tests.import_graph import PACKAGE, Module, inner_edges, reached_from, targets
 
 BUDGETS: dict[str, int] = {
-    "lines": 47973,
+    "lines": 47992,
     "lines of files": 1153,
     "lines of access": 2745,
     "lines of comm": 2485,
@@ -29,15 +29,15 @@ BUDGETS: dict[str, int] = {
     "lines of integrations": 2599,
     "lines of optim": 2604,
     "lines of planning": 2384,
-    "lines of runtime": 3074,
+    "lines of runtime": 3093,
     "lines of state_dict": 1569,
     "lines of storage": 8591,
     "lines of tools": 5364,
     "lines of tree": 990,
     "files reached from entries.fully_shard": 55,
-    "lines reached from entries.fully_shard": 13805,
+    "lines reached from entries.fully_shard": 13824,
     "files reached from runtime.forward": 39,
-    "lines reached from runtime.forward": 9429,
+    "lines reached from runtime.forward": 9448,
     "files reached from tree.traversal": 20,
     "lines reached from tree.traversal": 4133,
     "longest chain of imports": 25,

@@ -1,8 +1,27 @@
 """Unshard and reshard a unit, and manage the memory of the full buffers.
 
 On CUDA each full buffer has one owner, the gather stream, and one event that frees it,
-``events.free``, recorded at the reshard on the stream of the last reader. A prefetch
-reads the next unit from a record that is equal on all ranks.
+``events.free``, recorded at the reshard on the stream of the last reader::
+
+    gather   [wait free(k-2)] [all-gather k]---event k
+    compute  [ ...     k-1    ...          ]  [wait event k] [ ... k ... ]--free(k)
+
+What gives the full parameters up, and what becomes of their memory::
+
+    reshard         the modules show shards; freed (on CUDA later), unless a second
+                    backward keeps it, or a parameter that a user kept
+    keep_full       the modules show shards; stays, filled, for the next forward
+    end_use         ``reshard`` or ``keep_full``, as the unit is set
+    release         as ``reshard``; not kept for a second backward
+    discard_full    as ``reshard``; the next use gathers again in any case
+    drop_unused     ``reshard`` of units that were prefetched in vain
+
+    residency.free_full     the move itself: freed now
+    residency.defer_free    freed later by the gather stream, behind the last reader
+    residency.move          to SHARDED: nothing is freed; may be written over
+    residency.leave_full    left to a collective that failed and may still write
+
+A prefetch reads the next unit from a record that is equal on all ranks.
 """
 
 from __future__ import annotations
