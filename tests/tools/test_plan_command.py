@@ -1,4 +1,4 @@
-"""The commands ``plan`` and ``simulate``: reports that add up, verdicts, and errors."""
+"""The command ``plan``: reports that add up, verdicts, and errors."""
 
 from __future__ import annotations
 
@@ -234,53 +234,3 @@ def test_a_loss_outside_of_the_model_is_counted(run_plan: Run, script: str) -> N
     logits = 2 * 16 * 500 * 4
     # exp saves the copies, and its backward makes as many gradients.
     assert found["peak"]["bytes"] - plain["peak"]["bytes"] > 60 * logits
-
-
-@pytest.fixture
-def run_simulate(run: Run) -> Run:
-    """Call ``simulate``: status, standard output and standard error."""
-    return partial(run, "simulate")
-
-
-@pytest.mark.req("N-02")
-def test_the_report_is_of_the_layers_that_repeat(
-    run_simulate: Run, script: str, tmp_path: Path
-) -> None:
-    """JSON has the peak, collectives by unit and the timeline; a trace is written."""
-    status, out, err = run_simulate(
-        f"{script}:small",
-        *("--batch", "2x8", "--world-size", 64, "--max-norm", 1, "--optimizer", "sgd"),
-        *("--trace", tmp_path / "step.json", "--json"),
-    )
-    found: dict[str, Any] = json.loads(out)
-
-    assert (status, err, found["world_size"]) == (0, "", 64)
-    assert [each["unit"] for each in found["collectives"]][:4] == [
-        "",
-        "blocks.0",
-        "blocks.1",
-        "blocks.2",
-    ]
-    ops = {each["op"] for each in found["collectives"]}
-    # The all-reduce is that of the norm.
-    assert ops == {"all_gather", "reduce_scatter", "all_reduce"}
-    kinds = found["peak"]["by_kind"]
-    most = max(sum(each[kind] for kind in kinds) for each in found["timeline"])
-    assert found["peak"]["bytes"] == most == sum(kinds.values())
-    trace = json.loads((tmp_path / "step.json").read_text())
-    assert {"compute", "communication"} <= {
-        each["args"]["name"] for each in trace["traceEvents"] if each["ph"] == "M"
-    }
-
-
-@pytest.mark.parametrize(("memory", "expected"), [("1GiB", 0), ("10KiB", 1)])
-def test_the_exit_status_says_whether_the_step_fits(
-    run_simulate: Run, script: str, memory: str, expected: int
-) -> None:
-    """The text says it, too; the batch is that of the function."""
-    status, out, _ = run_simulate(f"{script}:small_with_inputs", "--gpu-memory", memory)
-
-    assert status == expected
-    assert ("does not fit: " in out) is bool(expected)
-    assert "4 units on 8 ranks" in out
-    assert "7 x all_gather" in out
