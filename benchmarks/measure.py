@@ -155,6 +155,9 @@ def warm_trainee(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     trainee = Trainee.of(variant, units, parameters)
+    # Also without ``update``: our audit of the first step watches until there is one.
+    trainee.forward_backward()
+    trainee.clip_and_update()
     for _ in range(WARM_UP_STEPS):
         trainee.forward_backward()
         (trainee.clip_and_update if update else trainee.drop_gradients)()

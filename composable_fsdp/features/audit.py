@@ -40,8 +40,9 @@ from composable_fsdp.runtime.grad_hooks import accumulators_of
 from composable_fsdp.runtime.meta_values import RANDOM
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
-_PATIENCE = 64
-"""Forwards after which the audit ends without a step."""
+_PATIENCE = 8
+"""Forwards after which the audit ends without a step: it watches, and so slows, every
+function of the process, and a first step may come behind several batches."""
 
 _log = logging.getLogger(__name__)
 _wanted: weakref.WeakKeyDictionary[_FSDPState, str] = weakref.WeakKeyDictionary()
