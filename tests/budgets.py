@@ -16,14 +16,14 @@ import composable_fsdp
 from tests.import_graph import PACKAGE, Module, inner_edges, reached_from, targets
 
 BUDGETS: dict[str, int] = {
-    "lines": 47993,
+    "lines": 48074,
     "lines of files": 1153,
     "lines of access": 2745,
     "lines of comm": 2485,
     "lines of compose": 481,
     "lines of doors": 1696,
     "lines of entries": 969,
-    "lines of features": 8495,
+    "lines of features": 8576,
     "lines of flat": 2754,
     "lines of hugging_face": 21,
     "lines of integrations": 2599,

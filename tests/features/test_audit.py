@@ -465,13 +465,16 @@ class Tied(nn.Module):
 @pytest.mark.req("R-10")
 @on_ranks(2)
 def test_a_shard_in_a_graph_is_told_where_no_mode_sees_it(world: World) -> None:
-    """In the forward of another unit, and before the first forward; each once."""
-    inside = Tied(lambda w: (w.t() @ w).sum())
+    """In the forward of another unit, and before the first forward; each once. A sum
+    over elements is right and quiet there, too.
+    """
+    inside, right = Tied(lambda w: (w.t() @ w).sum()), Tied(lambda w: w.square().sum())
     fully_shard(inside.inner)
+    fully_shard(right.inner)
     before = build("composable")
 
-    def early(model: nn.Module) -> None:
-        penalty = weight(model).norm()
+    def early(model: nn.Module, penalize: Any = Tensor.norm) -> None:
+        penalty = penalize(weight(model))
         torch.autograd.backward(loss_of(model) + penalty)
 
     def twice(model: nn.Module) -> None:
@@ -480,6 +483,9 @@ def test_a_shard_in_a_graph_is_told_where_no_mode_sees_it(world: World) -> None:
 
     (first,) = said(twice, fully_shard(inside))
     (second,) = said(early, before)
+    assert said(twice, fully_shard(right)) == []
+    quiet = partial(early, penalize=lambda w: w.square().sum())
+    assert said(quiet, build("composable")) == []
 
     for told, name in (first, "inner.weight"), (second, "0.weight"):
         assert f"The loss reads parameter '{name}'" in str(told.message)

@@ -30,8 +30,9 @@ from torch.overrides import (
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.config import Report
 from composable_fsdp.errors import PACKAGE, TORCH, CompositionError, warn
+from composable_fsdp.features.audit import graphs
 from composable_fsdp.flat.flat_parameter import find_flat
-from composable_fsdp.flat.handle import LEAVES, find_leaf
+from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.step_checks import cut_leaf, flat_name, handles_of
@@ -76,10 +77,10 @@ _WAYS_OUT = (
 )
 _READ = (
     "The loss reads parameter {} outside the forward of its unit, where this rank has "
-    "its shard {} only. A sum over its elements, as an L2 penalty, is right; the "
-    "gradient of anything else is not the plain model's. Compute it in the forward of "
-    "the unit and return it as a second output (register_forward_method for another "
-    'method). audit(model, "off") silences this.'
+    "its shard {} only, and not by a sum over its elements, as an L2 penalty is: its "
+    "gradient differs from the plain model's. Compute it in the forward of the unit "
+    "and return it as a second output (register_forward_method for another method). "
+    'audit(model, "off") silences this.'
 )
 
 
@@ -306,14 +307,17 @@ class _Audit:
 
     @_harmless()
     def reached(self, number: int, _: object) -> None:
-        """Tell of the shard ``number``, whose gradient has come by a loss."""
-        link = LEAVES.get(number) if number in self.unseen else None
-        self.unseen.discard(number)
-        if link is None or (handle := link()) is None:
+        """Tell of unseen shards that a loss reads, if that is wrong on parts."""
+        frame = graphs.backward_frame() if number in self.unseen else None
+        if frame is None:
             return
-        at = handle.indices[number]
-        name, shape = quoted(param_ref(handle, at).name), tuple(handle.leaves[at].shape)
-        self.tell(_READ.format(name, shape), "loss")
+        for leaf, is_right in graphs.uses(frame.f_locals["outputs"]).items():
+            found = find_leaf(leaf) if id(leaf) in self.unseen else None
+            self.unseen.discard(id(leaf))
+            if found is not None and not is_right:
+                text = _READ.format(quoted(param_ref(*found).name), tuple(leaf.shape))
+                user = _users_frame(frame.f_back)
+                self.tell(text, "loss", None if user is None else user[0])
 
     def tell(self, text: str, what: str, frame: FrameType | None = None) -> None:
         """Warn at the line of ``frame``, or of a backward, once; or raise."""
